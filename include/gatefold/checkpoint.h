@@ -1,0 +1,151 @@
+#pragma once
+/// \file
+/// Hugging Face checkpoint directories: config.json, one or many safetensors files, an index.
+///
+/// Checkpoints are untrusted input: every field is checked before it is used, and an error names file, tensor
+/// and values. Files are memory-mapped; nothing is read before it is asked for. A Checkpoint is immutable:
+/// any number of threads may use it at once. (A file that is truncated by someone else while it is mapped
+/// raises SIGBUS, as with any mapping.)
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "gatefold/moe_spec.h"
+#include "gatefold/quantize.h"
+#include "gatefold/status.h"
+#include "gatefold/tensor.h"
+
+namespace gatefold {
+
+/// Rotary embedding. The scalings of the supported families; formulas in src/model/rope.cpp.
+struct RopeConfig {
+  enum class Type : std::uint8_t { standard, linear, dynamic, llama3, yarn };
+  Type type = Type::standard;
+  double theta = 10000.0;
+  double factor = 1.0;
+  double original_max_positions = 0;
+  double low_freq_factor = 1.0, high_freq_factor = 4.0;               // llama3
+  double beta_fast = 32.0, beta_slow = 1.0;                           // yarn
+  double attention_factor = 0.0, mscale = 0.0, mscale_all_dim = 0.0;  // yarn; 0: not given
+  bool truncate = true;                                               // yarn: round the correction range
+};
+
+/// config.json, checked. Sizes are positive and bounded, so that products of any three fit in 64 bits.
+struct ModelConfig {
+  std::string model_type;  ///< "qwen3_moe"
+  DType dtype = DType::bf16;
+  int layers = 0, hidden = 0, vocab = 0;
+  int heads = 0, kv_heads = 0, head_dim = 0;
+  int dense_intermediate = 0;
+  int max_positions = 0;
+  int sliding_window = 0;  ///< 0: none
+  double rms_eps = 1e-6;
+  bool tie_embeddings = false, attention_bias = false, qk_norm = false;
+  RopeConfig rope;
+
+  MoeSpec moe;               ///< of every MoE layer; scheme = the unquantized 16-bit one
+  std::vector<bool> is_moe;  ///< per layer
+};
+
+/// One tensor of a checkpoint.
+struct TensorEntry {
+  std::string name;
+  DType dtype = DType::u8;
+  std::vector<std::int64_t> shape;
+  std::uint64_t begin = 0, end = 0;  ///< bytes within the file
+  int file = 0;                      ///< index into Checkpoint::files()
+  std::uint64_t bytes() const { return end - begin; }
+};
+
+enum class Projection : std::uint8_t { gate, up, down };
+std::string_view name(Projection projection);
+
+/// One expert's logical [N, K] matrix: either a view of an unquantized tensor in the mapping, or the
+/// canonical form of a quantized one (copied, small).
+using ExpertMatrix = std::variant<MatrixView, QuantizedMatrix>;
+
+/// A layer's group of tensors for listings: "experts of layer 3: 128 x {gate, up, down}, int4_g128".
+struct ExpertGroup {
+  int layer = 0;
+  std::string stored;  ///< "bf16", a scheme's name, or "other: <why>"
+  std::uint64_t bytes = 0;
+};
+
+class Checkpoint {
+ public:
+  /// Maps all files and checks everything that can be checked without reading tensor data.
+  static Result<Checkpoint> open(const std::filesystem::path& directory);
+
+  const std::filesystem::path& directory() const;
+  const ModelConfig& config() const;
+  const std::string& config_text() const;  ///< config.json as it is
+  std::span<const std::filesystem::path> files() const;
+
+  std::span<const TensorEntry> tensors() const;  ///< sorted by name
+  const TensorEntry* find(std::string_view name) const;
+  Result<TensorView> tensor(std::string_view name) const;  ///< error: no such tensor
+  TensorView view(const TensorEntry& entry) const;
+  /// Tells the system that these pages are not needed soon (streaming conversion).
+  void release(const TensorEntry& entry) const;
+
+  /// How the experts are stored: "unquantized", "compressed-tensors", ...
+  std::string_view convention() const;
+  /// The scheme in which the routed experts are stored; for unquantized ones that of their dtype.
+  /// Error: stored in a way that no row of the table describes.
+  Result<SchemeId> stored_scheme() const;
+
+  /// The matrix of one routed expert: gate and up are [I, H], down is [H, I]. Per-expert tensors and slices
+  /// of fused 3-D tensors look the same here.
+  Result<ExpertMatrix> expert(int layer, int expert, Projection projection) const;
+  /// All tensors that make up the routed experts (to be replaced when converting), and only these.
+  bool is_expert_tensor(std::string_view name) const;
+
+  /// Router weight [E, H], correction bias [E] or nullptr, router bias [E] or nullptr.
+  Result<TensorView> router(int layer) const;
+  const TensorEntry* router_correction_bias(int layer) const;
+  const TensorEntry* router_bias(int layer) const;
+  /// Shared expert's matrices (unquantized), and its gate vector [1, H] if the family has one.
+  Result<MatrixView> shared_expert(int layer, Projection projection) const;
+  Result<TensorView> shared_expert_gate(int layer) const;
+
+  std::vector<ExpertGroup> expert_groups() const;
+
+ private:
+  struct State;
+  explicit Checkpoint(std::shared_ptr<const State> state);
+  std::shared_ptr<const State> state_;
+};
+
+struct ConvertOptions {
+  SchemeId scheme = SchemeId::int4_g128;
+  QuantizeOptions quantize;
+  std::uint64_t shard_bytes = 5'000'000'000;
+  int threads = 0;  ///< 0: OpenMP's default
+};
+
+struct ConvertProgress {
+  std::uint64_t done_bytes = 0, total_bytes = 0;  ///< of the source
+};
+struct ConvertReport {
+  std::uint64_t source_bytes = 0, written_bytes = 0;
+  int shards = 0;
+  double seconds = 0;
+};
+
+/// Quantizes every routed expert of `source` (unquantized) and copies all else, into the new directory
+/// `destination`, in the compressed-tensors convention (docs/checkpoints.md). Streams: memory does not grow
+/// with the model. Written to a temporary directory beside it and renamed at the end; on any error nothing is
+/// left behind and nothing that existed is touched. `progress` may be called from any thread, one at a time.
+Result<ConvertReport> convert(const Checkpoint& source, const std::filesystem::path& destination,
+                              const ConvertOptions& options,
+                              const std::function<void(const ConvertProgress&)>& progress = {});
+
+}  // namespace gatefold

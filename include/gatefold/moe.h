@@ -1,0 +1,145 @@
+#pragma once
+/// \file
+/// Running one MoE layer: weights prepared for a device, a plan, a workspace, a call.
+///
+///   auto experts = gatefold::load_experts(checkpoint, {.layer = 0, .scheme = SchemeId::mxfp4});
+///   auto plan    = gatefold::MoePlan::create(experts->spec(), {.max_tokens = 512});
+///   std::vector<std::byte> workspace(plan->workspace_bytes());
+///   Status done  = plan->run(*experts, {.hidden = x}, {.hidden = y}, workspace);
+///
+/// Numerics. Hidden states are rounded to the scheme's activation operand (act16: the model's 16-bit type),
+/// the product is accumulated in f32, the activation is applied in f32 per slot (one token at one expert),
+/// its result is rounded to the activation operand again, and the down product is accumulated in f32. The
+/// routing weight is applied once, to the down product; the sum over a token's slots is in slot order, in
+/// f32. The same input gives the same bits on every run and for every thread count, and a token's result does
+/// not depend on the other tokens of the call, except in schemes with one activation scale per tensor
+/// (Scheme::batch_dependent) without a static scale.
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gatefold/checkpoint.h"
+#include "gatefold/moe_spec.h"
+#include "gatefold/quantize.h"
+#include "gatefold/status.h"
+#include "gatefold/tensor.h"
+
+namespace gatefold {
+
+struct Device {
+  enum class Kind : std::uint8_t { cpu, cuda };
+  Kind kind = Kind::cpu;
+  int index = 0;
+  static Device cpu() { return {}; }
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+/// native: as the scheme says. f32: without the roundings to 16 bit (to compare with f32 references).
+enum class Precision : std::uint8_t { native, f32 };
+
+/// Where weights come from: returns the matrix of (expert, projection). Called once each, from one thread.
+using ExpertSource = std::function<Result<QuantizedMatrix>(int expert, Projection projection)>;
+
+/// What an MoE layer has besides its experts' matrices; all f32, row-major; empty where the layer has none.
+struct LayerVectors {
+  std::vector<float> router;                         ///< [E, H]
+  std::vector<float> router_bias;                    ///< [E]
+  std::vector<float> correction_bias;                ///< [E]
+  std::vector<float> shared_gate;                    ///< [H]
+  std::vector<float> gate_bias, up_bias, down_bias;  ///< [E, I], [E, I], [E, H]
+};
+
+/// The weights of one layer, packed for one device: records scheme, packed layout and spec. Immutable after
+/// creation; any number of plans and threads may use it.
+class ExpertWeights {
+ public:
+  /// `shared` gives the shared expert's matrices (its `expert` argument is 0); unused if there is none.
+  /// Errors: a matrix whose scheme or shape contradicts the spec.
+  static Result<ExpertWeights> pack(const MoeSpec& spec, const Device& device, LayerVectors vectors,
+                                    const ExpertSource& routed, const ExpertSource& shared = {});
+
+  const MoeSpec& spec() const;
+  const Device& device() const;
+  std::size_t packed_bytes() const;         ///< of the routed experts
+  std::size_t packed_expert_bytes() const;  ///< of one routed expert
+
+  struct State;
+  const State& state() const { return *state_; }
+
+ private:
+  explicit ExpertWeights(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+  std::shared_ptr<const State> state_;
+};
+
+struct LoadOptions {
+  int layer = 0;
+  /// Scheme to run in. None: as stored. An unquantized checkpoint is quantized on load; a quantized one can
+  /// only be loaded as stored (error otherwise).
+  std::optional<SchemeId> scheme;
+  Device device;
+  QuantizeOptions quantize;
+};
+/// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then.
+Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptions& options);
+
+struct PlanOptions {
+  int max_tokens = 512;
+  int threads = 0;  ///< 0: OpenMP's default at creation
+  Precision precision = Precision::native;
+  bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
+  bool debug_workspace = false;  ///< canaries around every buffer, poison before each run, checks after
+  std::string kernel;            ///< only kernels whose name contains this; empty: the best
+};
+
+/// Pointers are to row-major arrays of the plan's device. tokens = hidden.rows.
+struct MoeInputs {
+  MatrixView hidden;  ///< [T, H], f32, f16 or bf16
+  /// Give one of: nothing (the layer's own router is used); router_logits [T, E];
+  /// topk_ids [T, k] with topk_weights [T, k] (used as they are: no renormalization, no scaling).
+  const float* router_logits = nullptr;
+  const std::int32_t* topk_ids = nullptr;
+  const float* topk_weights = nullptr;
+};
+struct MoeOutputs {
+  MutableMatrixView hidden;          ///< [T, H], f32, f16 or bf16
+  std::int32_t* topk_ids = nullptr;  ///< optional [T, k]: what the routing chose
+  float* topk_weights = nullptr;     ///< optional [T, k]
+};
+
+/// Chooses the kernel for a spec on a device, and runs it. Immutable; several threads may call `run` at once,
+/// each with a workspace of its own.
+class MoePlan {
+ public:
+  static Result<MoePlan> create(const MoeSpec& spec, const PlanOptions& options, const Device& device = {});
+
+  /// Bytes that `run` needs for up to max_tokens tokens. Any alignment will do.
+  std::size_t workspace_bytes() const;
+  /// Computes one layer. Allocates nothing, throws nothing; T = 0 is fine. Errors: shapes that contradict the
+  /// spec, T > max_tokens, an id outside [0, E), weights packed for another kernel, a workspace too small,
+  /// and (debug_workspace) a damaged canary, naming the buffer.
+  Status run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
+             std::span<std::byte> workspace) const;
+
+  std::string_view kernel_name() const;
+  /// Which kernel runs, why each better one does not, the sizes of all workspace buffers.
+  std::string describe() const;
+
+ private:
+  struct State;
+  explicit MoePlan(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+  std::shared_ptr<const State> state_;
+};
+
+/// The routing alone: logits [T, E] -> ids [T, k] (descending selection score), weights [T, k].
+/// `correction_bias` [E] or nullptr. Errors: none; NaN scores count as 0.
+void route(const Routing& routing, int experts, int top_k, const float* logits, std::int64_t tokens,
+           const float* correction_bias, std::int32_t* topk_ids, float* topk_weights);
+
+}  // namespace gatefold
