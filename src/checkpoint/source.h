@@ -22,6 +22,8 @@ class Source {
   /// Which files hold the weights: those that model.safetensors.index.json names, else model.safetensors,
   /// else model-*-of-*.safetensors, of which none may be missing. Other files are not looked at.
   static Result<Source> open(const std::filesystem::path& directory);
+  /// The tensors of one file, of any name.
+  static Result<Source> open_file(const std::filesystem::path& path);
 
   std::span<const std::filesystem::path> files() const { return paths_; }
   std::span<const TensorEntry> tensors() const { return tensors_; }  ///< sorted by name
@@ -36,6 +38,7 @@ class Source {
 
  private:
   Status add(const std::filesystem::path& path);
+  /// To be called after the last `add`. Error: a tensor in two files.
   Status sort();
 
   std::vector<std::filesystem::path> paths_;
