@@ -1,0 +1,7 @@
+include(CMakeFindDependencyMacro)
+list(APPEND CMAKE_MODULE_PATH ${CMAKE_CURRENT_LIST_DIR})
+find_dependency(fmt 9)
+find_dependency(OpenMP COMPONENTS CXX)
+find_dependency(CBLAS)
+list(REMOVE_ITEM CMAKE_MODULE_PATH ${CMAKE_CURRENT_LIST_DIR})
+include(${CMAKE_CURRENT_LIST_DIR}/gatefold-targets.cmake)
