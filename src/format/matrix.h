@@ -1,0 +1,63 @@
+#pragma once
+/// \file
+/// Reading and writing the parts of a QuantizedMatrix.
+
+#include <cstring>
+
+#include "gatefold/codec.h"
+#include "gatefold/quantize.h"
+
+namespace gatefold {
+
+/// A matrix of the scheme with zeroed parts of the right size.
+inline QuantizedMatrix make_matrix(SchemeId id, std::int64_t n, std::int64_t k) {
+  QuantizedMatrix matrix;
+  matrix.scheme = id;
+  matrix.n = n;
+  matrix.k = k;
+  matrix.scale_format = scheme(id).weight.scale;
+  const QuantizedLayout layout = matrix.layout();
+  matrix.values.resize(layout.value_bytes);
+  matrix.scales.resize(layout.scale_bytes);
+  matrix.zero_points.resize(layout.zero_bytes);
+  return matrix;
+}
+
+inline void store_scale(QuantizedMatrix& matrix, std::int64_t at, float scale) {
+  const std::uint32_t code = with_format(matrix.scale_format, [&]<Format F>() { return encode<F>(scale); });
+  const std::int64_t bytes = matrix.scale_format.bits / 8;
+  std::memcpy(matrix.scales.data() + at * bytes, &code, static_cast<std::size_t>(bytes));
+}
+
+/// Scales `at` .. `at + count` as f32.
+inline void load_scales(Format format, const std::byte* scales, std::int64_t at, std::int64_t count,
+                        float* out) {
+  with_format(format, [&]<Format F>() {
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::uint32_t code = 0;
+      std::memcpy(&code, scales + (at + i) * (F.bits / 8), F.bits / 8);
+      out[i] = decode<F>(code);
+    }
+  });
+}
+
+/// The real scale (block times matrix) and zero point of every group of row n: scale_cols of each. A plain
+/// matrix has one group of scale 1. `zeros` is left alone where the scheme has none.
+inline void row_scales(const QuantizedMatrix& matrix, const QuantizedLayout& layout, std::int64_t n,
+                       float* scales, float* zeros) {
+  const Operand& operand = scheme(matrix.scheme).weight;
+  if (!operand.quantized()) {
+    scales[0] = 1.0f;
+    return;
+  }
+  const std::int64_t band = operand.group.n == 0 ? 0 : n / operand.group.n;
+  load_scales(matrix.scale_format, matrix.scales.data(), band * layout.scale_cols, layout.scale_cols, scales);
+  if (operand.tensor_scale.stored())
+    for (std::int64_t g = 0; g < layout.scale_cols; ++g) scales[g] = matrix.tensor_scale.apply(scales[g]);
+  for (std::int64_t g = 0; layout.zero_bytes != 0 && g < layout.scale_cols; ++g) {
+    const auto pair = static_cast<std::uint8_t>(matrix.zero_points[band * layout.zero_row_bytes + g / 2]);
+    zeros[g] = static_cast<float>(g % 2 == 0 ? pair & 15 : pair >> 4);
+  }
+}
+
+}  // namespace gatefold

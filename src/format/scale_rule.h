@@ -1,0 +1,91 @@
+#pragma once
+/// \file
+/// From the range of a group of numbers to its scale: the round-to-nearest rules of quantize.h, once, for
+/// weights and activations, quantizer and reference.
+
+#include <cmath>
+
+#include "gatefold/codec.h"
+#include "gatefold/quantize.h"
+#include "gatefold/scheme.h"
+
+namespace gatefold {
+
+/// Whether the rules below cover an operand. The table is checked with it at compile time.
+constexpr bool can_quantize(const Operand& o) {
+  using namespace formats;
+  if (!o.quantized())
+    return (o.value == bf16 || o.value == f16) && !o.zero_point.stored() && !o.tensor_scale.stored();
+  const bool value = o.value.is_integer() || o.value.kind == Kind::floating;
+  const bool narrow = o.value.bits == 8 || o.value.bits == 4;
+  const bool real_scale = o.scale == f32 || o.scale == bf16 || o.scale == f16;
+  const bool scale = o.value.is_integer() ? real_scale : real_scale || o.scale == ue8m0 || o.scale == ue4m3;
+  // A zero point is stored in the value's own format, and unsigned codes cannot do without.
+  const bool zero = o.zero_point.stored() == (o.value.kind == Kind::unsigned_integer) &&
+                    (!o.zero_point.stored() || o.zero_point == o.value);
+  // An 8-bit block scale has no range of its own: it goes with an f32 per matrix, and nothing else does.
+  const bool two_level =
+      (o.scale == ue4m3) == (o.tensor_scale == f32) && (o.tensor_scale.stored() == (o.scale == ue4m3));
+  const bool group = o.group.n >= 0 && o.group.k >= 0 && (o.group.n != 0 || o.group.k == 0) &&
+                     (o.value.bits == 8 || o.group.k % 2 == 0);
+  return value && narrow && scale && zero && two_level && group;
+}
+
+/// Activations: the same, or the model's own type. One row is one token; zero points are for weights only.
+constexpr bool can_quantize_activation(const Operand& o) {
+  if (!o.value.stored()) return o == Operand{};
+  return o.quantized() && can_quantize(o) && !o.zero_point.stored() && o.group.n <= 1;
+}
+
+/// f32 stored in `format` and read back.
+inline float round_to(Format format, float value) {
+  return with_format(format, [&]<Format F>() { return round_to<F>(value); });
+}
+
+/// Scale and zero point of one group.
+struct GroupScale {
+  float scale = 1.0f;  ///< as stored (without the matrix's own scale)
+  float zero = 0.0f;
+};
+
+/// Range of a group with 0 in it: low <= 0 <= high.
+struct GroupRange {
+  float low = 0.0f;
+  float high = 0.0f;
+  float amax() const { return -low > high ? -low : high; }
+};
+
+/// The f32 of a two-level operand (one per matrix or token) from its amax.
+inline float tensor_scale(const Operand& o, float amax) {
+  const float scale = amax / static_cast<float>(o.value.max() * o.scale.max());
+  return scale > 0 ? scale : 1.0f;
+}
+
+/// The scale of a group. `two_level` is the f32 of a two-level operand, in either direction.
+inline GroupScale group_scale(const Operand& o, GroupRange range, const TensorScale& two_level) {
+  const auto limit = static_cast<float>(o.value.max());
+  const float amax = range.amax();
+  if (o.scale == formats::ue4m3) {
+    const float block = amax / limit;
+    return {round_to<formats::ue4m3>(two_level.divides ? block * two_level.value : block / two_level.value),
+            0};
+  }
+  if (amax == 0) return {};
+  if (o.scale == formats::ue8m0) {
+    const int exponent = floor_log2(amax) - o.value.max_exponent();
+    return {std::ldexp(1.0f, exponent < -127 ? -127 : exponent), 0};
+  }
+  GroupScale group;
+  if (o.zero_point.stored()) {
+    const float width = range.high - range.low;
+    const float step = std::isinf(width) ? range.high / limit - range.low / limit : width / limit;
+    group.scale = round_to(o.scale, step);
+    if (group.scale == 0) return {};
+    group.zero = decode<formats::uint4>(encode<formats::uint4>(-range.low / group.scale));
+    return group;
+  }
+  group.scale = round_to(o.scale, amax / limit);
+  return group.scale == 0 ? GroupScale{} : group;
+}
+
+}  // namespace gatefold
