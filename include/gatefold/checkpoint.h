@@ -129,6 +129,8 @@ struct ConvertOptions {
   QuantizeOptions quantize;
   std::uint64_t shard_bytes = 5'000'000'000;
   int threads = 0;  ///< 0: OpenMP's default
+  /// Asked before each piece of work, from any thread: true stops the conversion with an error.
+  std::function<bool()> cancelled;
 };
 
 struct ConvertProgress {
