@@ -65,6 +65,10 @@ struct Convention {
                                                 const ModelConfig& model, const std::string& config);
 };
 
+namespace unquantized {
+extern const Convention convention;
+}
+
 /// The first that recognises `quantization`; an error that lists all if there is none.
 Result<const Convention*> find_convention(const nlohmann::json& quantization, const std::string& config);
 

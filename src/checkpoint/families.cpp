@@ -1,0 +1,178 @@
+#include "checkpoint/families.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+
+#include "checkpoint/config.h"
+#include "checkpoint/json.h"
+
+namespace gatefold {
+namespace {
+
+void read_qwen_moe(Fields& fields, ModelConfig& config) {
+  MoeSpec& moe = config.moe;
+  moe.experts = fields.integer({"num_experts", "num_local_experts"}, {1, max_experts});
+  moe.intermediate = fields.integer({"moe_intermediate_size"}, {1, max_size});
+  moe.routing.renormalize = fields.boolean({"norm_topk_prob"}, false);
+  if (!fields.boolean({"use_sliding_window"}, false)) config.sliding_window = 0;
+
+  const int step = fields.integer({"decoder_sparse_step"}, {1, max_size}, 1);
+  for (int layer = 0; layer < config.layers; ++layer) config.is_moe[layer] = (layer + 1) % step == 0;
+  const nlohmann::json* dense = fields.array({"mlp_only_layers"});
+  if (dense == nullptr) return;
+  for (const nlohmann::json& layer : *dense) {
+    if (!layer.is_number_unsigned() || layer.get<std::uint64_t>() >= config.is_moe.size())
+      return fields.fail(
+          fmt::format("mlp_only_layers holds {}; there are {} layers", show_json(layer), config.layers));
+    config.is_moe[layer.get<std::size_t>()] = false;
+  }
+}
+
+void read_qwen2_moe(Fields& fields, ModelConfig& config) {
+  read_qwen_moe(fields, config);
+  config.attention_bias = fields.boolean({"qkv_bias"}, true);
+  config.moe.shared.intermediate = fields.integer({"shared_expert_intermediate_size"}, {0, max_size});
+  config.moe.shared.gated = true;
+}
+
+void read_qwen3_moe(Fields& fields, ModelConfig& config) {
+  read_qwen_moe(fields, config);
+  config.qk_norm = true;
+}
+
+void read_mixtral(Fields& fields, ModelConfig& config) {
+  config.moe.experts = fields.integer({"num_local_experts", "num_experts"}, {1, max_experts});
+  config.moe.intermediate = config.dense_intermediate;
+  config.is_moe.assign(config.is_moe.size(), true);
+}
+
+void read_deepseek_v3(Fields& fields, ModelConfig& config) {
+  MoeSpec& moe = config.moe;
+  moe.experts = fields.integer({"n_routed_experts", "num_local_experts"}, {1, max_experts});
+  moe.intermediate = fields.integer({"moe_intermediate_size"}, {1, max_size});
+  const std::string score = fields.text({"scoring_func"}, "sigmoid");
+  if (score != "sigmoid")
+    fields.fail(fmt::format("scoring_func is {}; sigmoid is known", quote(score)), Code::unsupported);
+  const std::string method = fields.text({"topk_method"}, "noaux_tc");
+  if (method != "noaux_tc")
+    fields.fail(fmt::format("topk_method is {}; noaux_tc is known", quote(method)), Code::unsupported);
+  moe.routing = {.score = Score::sigmoid,
+                 .renormalize = fields.boolean({"norm_topk_prob"}, true),
+                 .groups = fields.integer({"n_group"}, {1, max_experts}),
+                 .top_groups = fields.integer({"topk_group"}, {1, max_experts}),
+                 .group_score = GroupScore::top2_sum,
+                 .correction_bias = true,
+                 .scaling_factor = static_cast<float>(fields.real({"routed_scaling_factor"}, {1e-6, 1e6})),
+                 .epsilon = 1e-20f};
+
+  const int shared = fields.integer({"n_shared_experts"}, {0, max_experts}, 0);
+  const std::int64_t width = std::int64_t{shared} * moe.intermediate;
+  if (width > max_size)
+    fields.fail(fmt::format("n_shared_experts {} times moe_intermediate_size {} is more than {}", shared,
+                            moe.intermediate, max_size));
+  else
+    moe.shared.intermediate = static_cast<int>(width);
+
+  const int first = fields.integer({"first_k_dense_replace"}, {0, max_size});
+  const int frequency = fields.integer({"moe_layer_freq"}, {1, max_size}, 1);
+  for (int layer = 0; layer < config.layers; ++layer)
+    config.is_moe[layer] = layer >= first && layer % frequency == 0;
+
+  // Multi-head latent attention: the size of one query or key.
+  if (fields.has("qk_nope_head_dim"))
+    config.head_dim = fields.integer({"qk_nope_head_dim"}, {1, max_size / 2}) +
+                      fields.integer({"qk_rope_head_dim"}, {1, max_size / 2});
+}
+
+constexpr Family table[] = {
+    {"qwen3_moe", "mlp", {"gate_proj", "up_proj", "down_proj"}, "", read_qwen3_moe},
+    {"qwen2_moe", "mlp", {"gate_proj", "up_proj", "down_proj"}, "shared_expert", read_qwen2_moe},
+    {"mixtral", "block_sparse_moe", {"w1", "w3", "w2"}, "", read_mixtral},
+    {"deepseek_v3", "mlp", {"gate_proj", "up_proj", "down_proj"}, "shared_experts", read_deepseek_v3},
+};
+
+/// Removes `text` from the front.
+bool skip(std::string_view& rest, std::string_view text) {
+  if (!rest.starts_with(text)) return false;
+  rest.remove_prefix(text.size());
+  return true;
+}
+
+/// Removes a number, written as we write it, from the front.
+std::optional<int> skip_number(std::string_view& rest) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), value);
+  const auto digits = static_cast<std::size_t>(end - rest.data());
+  if (error != std::errc{} || value < 0 || (digits > 1 && rest.front() == '0')) return std::nullopt;
+  rest.remove_prefix(digits);
+  return value;
+}
+
+}  // namespace
+
+std::span<const Family> families() {
+  return table;
+}
+
+const Family* find_family(std::string_view model_type) {
+  for (const Family& family : table)
+    if (family.model_type == model_type) return &family;
+  return nullptr;
+}
+
+std::string ModuleNames::block(int layer) const {
+  return fmt::format("{}layers.{}.{}", prefix_, layer, family_->block);
+}
+
+Linear ModuleNames::expert(const MoeSpec& spec, int layer, int expert, Projection projection) const {
+  const bool down = projection == Projection::down;
+  return {.module = fmt::format("{}.experts.{}.{}", block(layer), expert,
+                                family_->projections[static_cast<std::size_t>(projection)]),
+          .n = down ? spec.hidden : spec.intermediate,
+          .k = down ? spec.intermediate : spec.hidden,
+          .fused = {}};
+}
+
+Linear ModuleNames::fused_expert(const MoeSpec& spec, int layer, int expert, Projection projection) const {
+  Linear linear = this->expert(spec, layer, expert, projection);
+  const bool down = projection == Projection::down;
+  linear.module = fmt::format("{}.experts.{}", block(layer), down ? "down_proj" : "gate_up_proj");
+  linear.fused = {.experts = spec.experts,
+                  .rows = down ? linear.n : 2 * linear.n,
+                  .expert = expert,
+                  .first_row = projection == Projection::up ? linear.n : 0,
+                  .row_step = 1};
+  return linear;
+}
+
+Linear ModuleNames::shared_expert(const MoeSpec& spec, int layer, Projection projection) const {
+  const bool down = projection == Projection::down;
+  return {.module = fmt::format("{}.{}.{}", block(layer), family_->shared,
+                                family_->projections[static_cast<std::size_t>(projection)]),
+          .n = down ? spec.hidden : spec.shared.intermediate,
+          .k = down ? spec.shared.intermediate : spec.hidden,
+          .fused = {}};
+}
+
+std::optional<ExpertTensor> ModuleNames::parse(std::string_view name) const {
+  if (!skip(name, prefix_) || !skip(name, "layers.")) return std::nullopt;
+  const auto layer = skip_number(name);
+  if (!layer || !skip(name, ".") || !skip(name, family_->block) || !skip(name, ".experts."))
+    return std::nullopt;
+  if (skip(name, "gate_up_proj"))
+    return ExpertTensor{.layer = *layer, .expert = {}, .gate_up = true, .suffix = name};
+  if (skip(name, "down_proj"))
+    return ExpertTensor{.layer = *layer, .expert = {}, .projection = Projection::down, .suffix = name};
+  const auto expert = skip_number(name);
+  if (!expert || !skip(name, ".")) return std::nullopt;
+  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+    const std::string_view module = family_->projections[static_cast<std::size_t>(projection)];
+    if (name.starts_with(module) && name.substr(module.size()).starts_with('.'))
+      return ExpertTensor{
+          .layer = *layer, .expert = expert, .projection = projection, .suffix = name.substr(module.size())};
+  }
+  return std::nullopt;
+}
+
+}  // namespace gatefold
