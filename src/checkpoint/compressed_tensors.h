@@ -1,0 +1,61 @@
+#pragma once
+/// \file
+/// The compressed-tensors convention, both ways. What it can say is derived from a scheme's operands; no
+/// scheme is named here, so a new row of the table needs no change. docs/checkpoints.md has the formats.
+
+#include <cstddef>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/convention.h"
+#include "gatefold/quantize.h"
+
+namespace gatefold::compressed_tensors {
+
+/// Reads quant_method "compressed-tensors" and our extension of it, "gatefold".
+extern const Convention convention;
+
+/// One tensor of a matrix; its name is the module's and this suffix.
+struct StoredTensor {
+  std::string_view suffix;
+  DType dtype;
+  std::vector<std::int64_t> shape;
+};
+
+/// The tensors that store a matrix of this scheme, shape, scale format and presence of an input scale; its
+/// data is not looked at. A scheme that does not quantize gives one ".weight".
+std::vector<StoredTensor> layout(const QuantizedMatrix& matrix);
+
+/// Their bytes, in the order of layout().
+Result<std::vector<std::vector<std::byte>>> store(QuantizedMatrix matrix);
+
+/// The quantization_config of a model whose Linear layers, except `ignore`, are stored in the scheme. Its
+/// quant_method is "gatefold" where compressed-tensors cannot say what is stored, so that other software
+/// refuses the checkpoint instead of misreading it. `static_input`: the matrices have an input scale.
+nlohmann::ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore,
+                              bool static_input = false);
+
+/// One entry of config_groups.
+struct Group {
+  std::string where;  ///< "/models/x/config.json: config_groups.group_0", to begin a message with
+  std::vector<std::string> targets;
+  Operand weight, activation;  ///< a scale that may be of any wide float type counts as f32
+  bool static_input = false;   ///< input_activations.dynamic is false or "local"
+  Status unsupported;          ///< well-formed, but of a kind that no operand describes
+};
+
+/// Errors: not of the form that compressed-tensors writes.
+Result<std::vector<Group>> parse_groups(const nlohmann::json& quantization, const std::string& config);
+
+/// The row of the table with these operands, whatever wide float type the weight's scales have.
+Result<SchemeId> find_row(const Group& group);
+
+/// Of a scale: f32, bf16 or f16, as the writer likes.
+constexpr bool is_wide(Format format) {
+  return format == formats::f32 || format == formats::bf16 || format == formats::f16;
+}
+
+}  // namespace gatefold::compressed_tensors
