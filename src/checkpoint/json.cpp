@@ -53,7 +53,7 @@ class TreeBuilder final : public JsonVisitor {
 }  // namespace
 
 std::string quote(std::string_view text) {
-  return "'" + printable(text) + "'";
+  return fmt::format("'{}'", printable(text));
 }
 
 std::string show_json(const nlohmann::json& value) {
