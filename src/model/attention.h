@@ -1,0 +1,28 @@
+#pragma once
+/// \file
+/// Causal attention over a KV cache, with grouped queries and an optional sliding window.
+
+#include <cstdint>
+
+namespace gatefold {
+
+struct AttentionShape {
+  int heads = 0, kv_heads = 0, head_dim = 0;
+  int sliding_window = 0;  ///< a query sees this many positions, itself included; 0: all before it
+};
+
+/// Keys and values are stored in whole blocks of this many positions; those past the end must be finite.
+inline constexpr std::int64_t key_block = 64;
+
+struct AttentionInputs {
+  const float* queries = nullptr;  ///< [tokens, heads, head_dim]: positions first, first + 1, ...
+  const float* keys = nullptr;     ///< [positions, kv_heads, head_dim]: from position 0 on
+  const float* values = nullptr;   ///< same
+  std::int64_t first = 0, tokens = 0;
+};
+
+/// out [tokens, heads, head_dim] = softmax(q k / sqrt(head_dim)) v. A row of `out` does not depend on which
+/// other queries are in the call, nor on `threads`.
+void attention(const AttentionShape& shape, const AttentionInputs& inputs, float* out, int threads);
+
+}  // namespace gatefold

@@ -1,0 +1,169 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "format/row_kernels.h"
+#include "model/decoder_state.h"
+
+namespace gatefold {
+namespace {
+
+constexpr int max_step = 65536;
+constexpr std::string_view supported_types[] = {"qwen3_moe", "qwen2_moe", "mixtral"};
+
+// Finds tensors and checks what they are. The first error sticks; what is returned after it is empty.
+class TensorLoader {
+ public:
+  explicit TensorLoader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+
+  const Status& status() const { return status_; }
+  bool has(const std::string& name) const { return checkpoint_.find(name) != nullptr; }
+  void fail(Status status) {
+    if (status_.ok()) status_ = std::move(status);
+  }
+
+  MatrixView matrix(const std::string& name, std::int64_t rows, std::int64_t cols) {
+    const TensorView view = tensor(name, {rows, cols});
+    return {view.data, view.dtype, rows, cols};
+  }
+
+  std::vector<float> vector(const std::string& name, std::int64_t size) {
+    const TensorView view = tensor(name, {size});
+    if (view.data == nullptr) return {};
+    std::vector<float> values(static_cast<std::size_t>(size));
+    row_kernels().widen(view.dtype, view.data, 0, size, values.data());
+    return values;
+  }
+
+  // "<name>.weight" and, if wanted, "<name>.bias"
+  DenseLayer dense(const std::string& name, std::int64_t n, std::int64_t k, bool bias = false) {
+    DenseLayer layer;
+    layer.weight = matrix(name + ".weight", n, k);
+    if (bias) layer.bias = vector(name + ".bias", n);
+    return layer;
+  }
+
+ private:
+  TensorView tensor(const std::string& name, const std::vector<std::int64_t>& shape) {
+    if (!status_.ok()) return {};
+    const auto found = checkpoint_.tensor(name);
+    if (!found) {
+      fail(found.status());
+      return {};
+    }
+    const DType dtype = found->dtype;
+    if (found->shape != shape) {
+      fail({Code::bad_file, fmt::format("{}: tensor {} is {}, but config.json makes it {}",
+                                        checkpoint_.directory().string(), name, found->shape, shape)});
+    } else if (dtype != DType::bf16 && dtype != DType::f16 && dtype != DType::f32) {
+      fail({Code::unsupported,
+            fmt::format("{}: tensor {} is {}; outside of experts the decoder takes BF16, F16 and F32",
+                        checkpoint_.directory().string(), name, gatefold::name(dtype))});
+    } else {
+      return *found;
+    }
+    return {};
+  }
+
+  const Checkpoint& checkpoint_;
+  Status status_;
+};
+
+DecoderLayer load_layer(TensorLoader& loader, const ModelConfig& config, int index) {
+  const std::string prefix = fmt::format("model.layers.{}.", index);
+  const std::string attention = prefix + "self_attn.";
+  const std::int64_t hidden = config.hidden, d = config.head_dim;
+  const bool bias = config.attention_bias;
+  DecoderLayer layer;
+  layer.attention_norm = loader.vector(prefix + "input_layernorm.weight", hidden);
+  layer.mlp_norm = loader.vector(prefix + "post_attention_layernorm.weight", hidden);
+  layer.q = loader.dense(attention + "q_proj", config.heads * d, hidden, bias);
+  layer.k = loader.dense(attention + "k_proj", config.kv_heads * d, hidden, bias);
+  layer.v = loader.dense(attention + "v_proj", config.kv_heads * d, hidden, bias);
+  // Qwen2 has biases at the inputs only.
+  layer.o = loader.dense(attention + "o_proj", hidden, config.heads * d,
+                         bias && loader.has(attention + "o_proj.bias"));
+  if (config.qk_norm) {
+    layer.q_norm = loader.vector(attention + "q_norm.weight", d);
+    layer.k_norm = loader.vector(attention + "k_norm.weight", d);
+  }
+  if (!config.is_moe[index]) {
+    layer.gate = loader.dense(prefix + "mlp.gate_proj", config.dense_intermediate, hidden);
+    layer.up = loader.dense(prefix + "mlp.up_proj", config.dense_intermediate, hidden);
+    layer.down = loader.dense(prefix + "mlp.down_proj", hidden, config.dense_intermediate);
+  }
+  return layer;
+}
+
+Status check_supported(const ModelConfig& config, const DecoderOptions& options) {
+  if (std::find(std::begin(supported_types), std::end(supported_types), config.model_type) ==
+      std::end(supported_types))
+    return {Code::unsupported, fmt::format("the decoder does not run model_type {} (it runs {}); single MoE "
+                                           "layers of it can be run",
+                                           config.model_type, fmt::join(supported_types, ", "))};
+  const bool has_dense = std::count(config.is_moe.begin(), config.is_moe.end(), false) > 0;
+  if (has_dense && config.moe.activation.kind != Activation::Kind::swiglu)
+    return {Code::unsupported, "the decoder runs dense MLP layers with SiLU only"};
+  if (options.threads < 0 || options.max_tokens < 1 || options.max_tokens > max_step)
+    return {Code::invalid_argument,
+            fmt::format("threads = {} and max_tokens = {}: threads must be at least 0, max_tokens in [1, {}]",
+                        options.threads, options.max_tokens, max_step)};
+  return {};
+}
+
+}  // namespace
+
+Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions& options) {
+  const ModelConfig& config = checkpoint.config();
+  if (Status status = check_supported(config, options); !status.ok()) return status;
+  auto rope = Rope::create(config.rope, config.head_dim, config.max_positions);
+  if (!rope) return rope.status();
+
+  auto state = std::make_shared<State>(State{.checkpoint = checkpoint,
+                                             .options = options,
+                                             .byte_level = false,
+                                             .embedding = {},
+                                             .layers = {},
+                                             .final_norm = {},
+                                             .head = {},
+                                             .rope = *rope,
+                                             .plan = {}});
+  if (options.threads == 0) state->options.threads = omp_get_max_threads();
+  std::error_code ignored;
+  state->byte_level =
+      config.vocab == 256 && !std::filesystem::exists(checkpoint.directory() / "tokenizer.json", ignored);
+
+  TensorLoader loader(checkpoint);
+  state->embedding = loader.matrix("model.embed_tokens.weight", config.vocab, config.hidden);
+  state->final_norm = loader.vector("model.norm.weight", config.hidden);
+  state->head = config.tie_embeddings ? DenseLayer{state->embedding, {}}
+                                      : loader.dense("lm_head", config.vocab, config.hidden);
+  for (int i = 0; i < config.layers && loader.status().ok(); ++i)
+    state->layers.push_back(load_layer(loader, config, i));
+  if (!loader.status().ok()) return loader.status();
+
+  for (int i = 0; i < config.layers; ++i) {
+    if (!config.is_moe[i]) continue;
+    auto experts = load_experts(
+        checkpoint,
+        {.layer = i, .scheme = options.scheme, .device = Device::cpu(), .quantize = options.quantize});
+    if (!experts) return experts.status();
+    state->layers[i].experts = std::move(*experts);
+    if (state->plan) continue;
+    auto plan = MoePlan::create(state->layers[i].experts->spec(), {.max_tokens = options.max_tokens,
+                                                                   .threads = state->options.threads,
+                                                                   .precision = options.precision,
+                                                                   .weights_only = options.weights_only,
+                                                                   .debug_workspace = false,
+                                                                   .kernel = {}});
+    if (!plan) return plan.status();
+    state->plan = std::move(*plan);
+  }
+  return Decoder(std::move(state));
+}
+
+}  // namespace gatefold

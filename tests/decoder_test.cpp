@@ -1,0 +1,244 @@
+#include "gatefold/decoder.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "model_files.h"
+
+namespace gatefold {
+namespace {
+
+struct Trace {
+  std::vector<float> logits;
+  std::map<int, std::vector<float>> inputs, outputs;  // of MoE layers
+};
+
+Trace trace(const Decoder& decoder, std::span<const std::int32_t> tokens) {
+  Trace result;
+  ForwardHooks hooks;
+  hooks.logits = [&](std::int64_t first, std::int64_t rows, const float* logits) {
+    const std::int64_t vocab = decoder.config().vocab;
+    EXPECT_EQ(static_cast<std::int64_t>(result.logits.size()), first * vocab);
+    result.logits.insert(result.logits.end(), logits, logits + rows * vocab);
+  };
+  hooks.moe = [&](int layer, std::int64_t, const MatrixView& input, const MatrixView& output) {
+    const auto append = [](std::vector<float>& to, const MatrixView& from) {
+      const auto* data = static_cast<const float*>(from.data);
+      to.insert(to.end(), data, data + from.rows * from.cols);
+    };
+    append(result.inputs[layer], input);
+    append(result.outputs[layer], output);
+  };
+  Sequence sequence = decoder.new_sequence();
+  const Status status = decoder.forward(tokens, sequence, hooks);
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(sequence.length(), static_cast<std::int64_t>(tokens.size()));
+  return result;
+}
+
+// The trained model against transformers in f32 (models/tiny-moe/metrics.json: reference_source).
+class TinyMoe : public testing::Test {
+ protected:
+  const std::string file = tiny_moe + "/reference.safetensors";
+  const std::vector<std::int32_t> ids = read_tensor<std::int32_t>(file, "input_ids");
+
+  std::vector<float> reference(const std::string& name) const { return read_tensor<float>(file, name); }
+};
+
+TEST_F(TinyMoe, MatchesReferenceInF32) {
+  const Trace result = trace(load_decoder(tiny_moe, {.precision = Precision::f32}), ids);
+  EXPECT_LE(relative_l2(result.logits, reference("logits")), 1e-5);
+  for (const int layer : {0, 3}) {
+    const std::string prefix = "layers." + std::to_string(layer) + ".mlp.";
+    EXPECT_LE(relative_l2(result.inputs.at(layer), reference(prefix + "input")), 1e-5) << layer;
+    EXPECT_LE(relative_l2(result.outputs.at(layer), reference(prefix + "output")), 1e-5) << layer;
+  }
+}
+
+TEST_F(TinyMoe, MatchesReferenceInNativePrecision) {
+  const Decoder decoder = load_decoder(tiny_moe);
+  EXPECT_EQ(decoder.scheme(), SchemeId::bf16);
+  EXPECT_EQ(decoder.expert_weights(), 4u * 16 * 3 * 128 * 256);
+  const Trace result = trace(decoder, ids);
+  EXPECT_LE(relative_l2(result.logits, reference("logits")), 2e-3);
+  // An MoE layer by itself: within the decoder its input differs already, and with it a few of the choices of
+  // experts.
+  for (const int layer : {0, 3}) {
+    const std::string prefix = "layers." + std::to_string(layer) + ".mlp.";
+    const auto experts =
+        load_experts(open_checkpoint(tiny_moe), {.layer = layer, .scheme = {}, .device = {}, .quantize = {}});
+    ASSERT_TRUE(experts) << experts.status().message();
+    const auto plan = MoePlan::create(experts->spec(), {});
+    ASSERT_TRUE(plan) << plan.status().message();
+    const std::vector<float> input = reference(prefix + "input");
+    std::vector<float> output(input.size());
+    std::vector<std::byte> workspace(plan->workspace_bytes());
+    MoeInputs inputs;
+    inputs.hidden = {input.data(), DType::f32, 512, 256};
+    MoeOutputs outputs;
+    outputs.hidden = {output.data(), DType::f32, 512, 256};
+    const Status status = plan->run(*experts, inputs, outputs, workspace);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_LE(relative_l2(output, reference(prefix + "output")), 2e-3) << layer;
+  }
+}
+
+// However the text is cut into calls and steps, and however many threads run: the same bits.
+TEST_F(TinyMoe, SameBitsForEverySplitAndThreadCount) {
+  const auto tokens = std::span(ids).first(200);
+  const std::vector<float> whole = trace(load_decoder(tiny_moe, {.threads = 1}), tokens).logits;
+  const auto equals_whole = [&](const std::vector<float>& logits, std::int64_t first) {
+    return std::memcmp(logits.data(), whole.data() + first * 256, logits.size() * sizeof(float)) == 0;
+  };
+  for (const int threads : {1, 2, 3}) {
+    for (const int max_tokens : {1, 7, 64, 512}) {
+      SCOPED_TRACE("threads " + std::to_string(threads) + ", max_tokens " + std::to_string(max_tokens));
+      const Decoder decoder = load_decoder(tiny_moe, {.threads = threads, .max_tokens = max_tokens});
+      EXPECT_TRUE(equals_whole(trace(decoder, tokens).logits, 0));
+      // A prompt, some tokens one by one, then the rest; twice, with the memory of the first time.
+      Sequence sequence = decoder.new_sequence();
+      for (int round = 0; round < 2; ++round) {
+        sequence.clear();
+        std::size_t at = 0;
+        for (const std::size_t count : {50, 1, 1, 1, 30, 1, 116}) {
+          std::vector<float> logits(256 * std::min<std::size_t>(count, 20));
+          const Status status = decoder.forward(tokens.subspan(at, count), sequence, logits);
+          ASSERT_TRUE(status.ok()) << status.message();
+          at += count;
+          EXPECT_TRUE(equals_whole(logits, static_cast<std::int64_t>(at - logits.size() / 256))) << at;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(TinyMoe, RefusesBadCalls) {
+  const Decoder decoder = load_decoder(tiny_moe);
+  Sequence sequence = decoder.new_sequence();
+  const auto message = [&](std::vector<std::int32_t> tokens, std::size_t room) {
+    std::vector<float> logits(room);
+    const Status status = decoder.forward(tokens, sequence, logits);
+    EXPECT_EQ(status.code(), Code::invalid_argument);
+    EXPECT_EQ(sequence.length(), 0);
+    return status.message();
+  };
+  EXPECT_EQ(message({1, 2, 256}, 0), "token 2 is 256: not in [0, 256)");
+  EXPECT_EQ(message({1, -5, 3}, 0), "token 1 is -5: not in [0, 256)");
+  EXPECT_NE(message({1, 2}, 255).find("255"), std::string::npos);
+  EXPECT_NE(message({1}, 512).find("up to 1 tokens"), std::string::npos);
+
+  const Decoder other = load_decoder(tiny_moe);
+  Sequence foreign = other.new_sequence();
+  EXPECT_EQ(decoder.forward(ids, foreign, std::span<float>()).code(), Code::invalid_argument);
+
+  EXPECT_TRUE(decoder.forward({}, sequence, std::span<float>()).ok());
+  EXPECT_EQ(sequence.length(), 0);
+}
+
+TEST_F(TinyMoe, RefusesBadOptions) {
+  const Checkpoint checkpoint = open_checkpoint(tiny_moe);
+  for (const DecoderOptions& options : {DecoderOptions{.threads = -1}, DecoderOptions{.max_tokens = 0},
+                                        DecoderOptions{.max_tokens = 1 << 30}})
+    EXPECT_EQ(Decoder::load(checkpoint, options).status().code(), Code::invalid_argument);
+}
+
+// Tiny random models, one for each way in which families and RoPE types differ
+// (tests/golden/make_decoder.py).
+class Golden : public testing::TestWithParam<const char*> {
+ protected:
+  const std::string directory = golden_models + "/" + GetParam();
+  const std::vector<std::int32_t> ids =
+      read_tensor<std::int32_t>(directory + "/reference.safetensors", "input_ids");
+};
+
+TEST_P(Golden, MatchesTransformers) {
+  const Decoder decoder = load_decoder(directory, {.precision = Precision::f32});
+  EXPECT_FALSE(decoder.byte_level());
+  const std::vector<float> logits = trace(decoder, ids).logits;
+  const std::size_t vocab = decoder.config().vocab;
+  std::vector<float> rows;
+  for (const int row : read_tensor<std::int32_t>(directory + "/reference.safetensors", "rows"))
+    rows.insert(rows.end(), logits.begin() + row * vocab, logits.begin() + (row + 1) * vocab);
+  EXPECT_LE(relative_l2(rows, read_tensor<float>(directory + "/reference.safetensors", "logits")), 1e-5);
+}
+
+TEST_P(Golden, SameBitsForEverySplit) {
+  const Decoder decoder = load_decoder(directory);
+  // Beyond max_positions dynamic RoPE follows the length of the call.
+  const bool is_dynamic = decoder.config().rope.type == RopeConfig::Type::dynamic;
+  const auto tokens = std::span(ids).first(is_dynamic ? decoder.config().max_positions : ids.size());
+  const std::vector<float> whole = trace(decoder, tokens).logits;
+  std::vector<float> parts;
+  Sequence sequence = decoder.new_sequence();
+  const std::size_t vocab = decoder.config().vocab;
+  for (std::size_t at = 0; at < tokens.size(); at += 11) {
+    const auto part = tokens.subspan(at, std::min<std::size_t>(11, tokens.size() - at));
+    parts.resize((at + part.size()) * vocab);
+    const Status status = decoder.forward(part, sequence, std::span(parts).subspan(at * vocab));
+    ASSERT_TRUE(status.ok()) << status.message();
+  }
+  EXPECT_EQ(std::memcmp(whole.data(), parts.data(), whole.size() * sizeof(float)), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Golden,
+                         testing::Values("mixtral-sliding-llama3", "mixtral-f16-tied-linear",
+                                         "qwen2-moe-dynamic", "qwen3-moe-mlp-yarn", "qwen3-moe-f32-bias"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
+
+// A copy of a golden model with one thing changed.
+Status load_changed(const std::string& model, const std::string& file, const std::string& from,
+                    const std::string& to) {
+  const TemporaryDirectory directory;
+  for (const std::string name : {"config.json", "model.safetensors"}) {
+    const bool change = name == file;
+    directory.copy(golden_models + "/" + model + "/" + name, change ? from : "", change ? to : "");
+  }
+  const auto checkpoint = Checkpoint::open(directory.string());
+  if (!checkpoint) return checkpoint.status();
+  return Decoder::load(*checkpoint).status();
+}
+
+void expect_error(const Status& status, Code code, std::initializer_list<const char*> parts) {
+  EXPECT_EQ(status.code(), code) << status.message();
+  for (const char* part : parts)
+    EXPECT_NE(status.message().find(part), std::string::npos) << part << " in: " << status.message();
+}
+
+TEST(BadModel, MissingTensor) {
+  expect_error(
+      load_changed("mixtral-sliding-llama3", "model.safetensors", "model.norm.weight", "model.morn.weight"),
+      Code::bad_file, {"model.norm.weight"});
+  expect_error(load_changed("qwen3-moe-mlp-yarn", "model.safetensors", "layers.1.self_attn.q_norm.weight",
+                            "layers.1.self_attn.r_norm.weight"),
+               Code::bad_file, {"model.layers.1.self_attn.q_norm.weight"});
+  expect_error(load_changed("qwen2-moe-dynamic", "model.safetensors", "layers.0.self_attn.v_proj.bias",
+                            "layers.0.self_attn.v_proj.bios"),
+               Code::bad_file, {"model.layers.0.self_attn.v_proj.bias"});
+}
+
+TEST(BadModel, WrongShape) {
+  // Two heads are twice as wide, so that the keys and values would be 32 wide, too.
+  expect_error(load_changed("mixtral-sliding-llama3", "config.json", "\"num_attention_heads\": 4",
+                            "\"num_attention_heads\": 2"),
+               Code::bad_file, {"model.layers.0.self_attn.k_proj.weight", "[16, 32]", "[32, 32]"});
+}
+
+TEST(BadModel, NoFamilyOfOurs) {
+  const char* root = std::getenv("GATEFOLD_CHECKPOINTS");
+  if (root == nullptr) GTEST_SKIP() << "GATEFOLD_CHECKPOINTS is not set";
+  const auto checkpoint = Checkpoint::open(std::string(root) + "/deepseek-v3-bf16");
+  ASSERT_TRUE(checkpoint) << checkpoint.status().message();
+  expect_error(Decoder::load(*checkpoint).status(), Code::unsupported, {"deepseek_v3", "qwen3_moe"});
+}
+
+}  // namespace
+}  // namespace gatefold
