@@ -8,7 +8,7 @@
 ///   f16, bf16, f32, e5m2, e4m3, ue4m3, ue8m0: the positive NaN with all mantissa bits set (PTX: canonical);
 ///   e2m1: the largest positive value (PTX satfinite); integers: 0.
 /// ue4m3 has no sign: negative values and -0 become 0. ue8m0 has neither sign nor zero: 0 and values below
-/// 2^-127 become 2^-127, negative values NaN.
+/// 2^-127 become 2^-127, negative values NaN; halfway between two powers goes to the larger.
 ///
 /// decode is exact. Bits above Format::bits are ignored.
 ///
@@ -96,10 +96,10 @@ GATEFOLD_HD constexpr std::uint32_t encode(float value) {
     const auto rounded = static_cast<std::int32_t>(detail::round_to_integer(clamped));
     return static_cast<std::uint32_t>(rounded) & ((1u << F.bits) - 1);
   } else if constexpr (F.kind == Kind::exponent) {
-    // The nearest power of two, ties to even code: the float's own rounding with no mantissa bits.
-    // Below 2^-126 the code is 0 or 1: the boundary 1.5 * 2^-127 is a tie, which goes to code 0.
-    const std::uint32_t rounded = (bits + 0x3fffffu + ((bits >> 23) & 1)) >> 23;
-    const std::uint32_t code = magnitude <= 0x00600000u ? 0u : (rounded < 254 ? rounded : 254u);
+    // The nearest power of two; 1.5 * 2^n, halfway, goes up (its only significand bit, the hidden one, is
+    // odd). 2^-127 is subnormal in f32.
+    const std::uint32_t rounded = (bits + 0x400000u) >> 23;
+    const std::uint32_t code = magnitude < 0x00600000u ? 0u : (rounded < 254 ? rounded : 254u);
     const bool negative = (bits >> 31) != 0 && magnitude != 0;
     return nan || negative ? 0xffu : code;
   } else if constexpr (F.kind == Kind::magnitude) {

@@ -95,7 +95,7 @@ struct PlanOptions {
   Precision precision = Precision::native;
   bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
   bool debug_workspace = false;  ///< canaries around every buffer, poison before each run, checks after
-  std::string kernel;            ///< only kernels whose name contains this; empty: the best
+  std::string kernel = {};       ///< only kernels whose name contains this; empty: the best
 };
 
 /// Pointers are to row-major arrays of the plan's device. tokens = hidden.rows.

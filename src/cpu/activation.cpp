@@ -1,0 +1,55 @@
+#include "cpu/activation.h"
+
+#include <algorithm>
+
+namespace gatefold {
+namespace {
+
+/// One scale for all k numbers.
+float whole_row_scale(const Operand& operand, const TensorRange& tensor, const GroupRange& row) {
+  const bool per_tensor = operand.group.n == 0;
+  if (per_tensor && tensor.static_scale) return tensor.static_scale->apply(1.0f);
+  const float amax = per_tensor ? tensor.amax : row.amax();
+  const float scale = group_scale(operand, {0, amax}, {}).scale;
+  constexpr float floor = 1.0f / (448.0f * 512.0f);
+  return operand.value == formats::e4m3 && operand.scale == formats::f32 && amax > 0 ? std::max(scale, floor)
+                                                                                     : scale;
+}
+
+}  // namespace
+
+float row_amax(const RowKernels& kernels, const float* x, std::int64_t k) {
+  GroupRange range;
+  kernels.ranges(x, k, k, &range);
+  return range.amax();
+}
+
+void round_activations(const RowKernels& kernels, const Operand& operand, const TensorRange& tensor,
+                       const RowScratch& scratch, float* x, std::int64_t k) {
+  if (!operand.value.stored()) return;
+  const std::int64_t group = operand.group.k == 0 ? k : operand.group.k;
+  const std::int64_t groups = (k + group - 1) / group;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    scratch.ranges[g] = {};
+    scratch.scales[g] = 1.0f;
+    scratch.zeros[g] = 0.0f;
+  }
+  if (operand.quantized()) {
+    kernels.ranges(x, k, group, scratch.ranges);
+    TensorScale two_level;
+    if (operand.tensor_scale.stored()) {
+      float amax = 0;
+      for (std::int64_t g = 0; g < groups; ++g) amax = std::max(amax, scratch.ranges[g].amax());
+      two_level = tensor.static_scale.value_or(TensorScale{tensor_scale(operand, amax), false});
+    }
+    for (std::int64_t g = 0; g < groups; ++g)
+      scratch.scales[g] = operand.group.k == 0
+                              ? whole_row_scale(operand, tensor, scratch.ranges[g])
+                              : two_level.apply(group_scale(operand, scratch.ranges[g], two_level).scale);
+  }
+  const auto& format = kernels[operand.value];
+  format.encode(x, k, group, scratch.scales, scratch.zeros, scratch.codes);
+  format.decode(scratch.codes, k, group, scratch.scales, scratch.zeros, x);
+}
+
+}  // namespace gatefold

@@ -1,0 +1,35 @@
+#pragma once
+/// \file
+/// Rounding activations to a scheme's operand: a row of f32 becomes the f32 values of its codes.
+
+#include <optional>
+
+#include "format/row_kernels.h"
+
+namespace gatefold {
+
+/// Buffers for one row of up to k numbers, in the workspace.
+struct RowScratch {
+  std::byte* codes;    ///< 2 * k bytes
+  GroupRange* ranges;  ///< k, as are the next two
+  float* scales;
+  float* zeros;
+};
+
+/// Largest magnitude of a row.
+float row_amax(const RowKernels& kernels, const float* x, std::int64_t k);
+
+/// Where the operand has one scale for the whole tensor: the static one of the checkpoint, or the amax over
+/// all rows. Unused for the others.
+struct TensorRange {
+  std::optional<TensorScale> static_scale;
+  float amax = 0;
+};
+
+/// x [k] rounded in place. The scale rules are those of weights (scale_rule.h), with a floor of
+/// 1 / (448 * 512) for e4m3 scales per token or tensor, as other libraries have it. A value that is not
+/// stored leaves x as it is.
+void round_activations(const RowKernels& kernels, const Operand& operand, const TensorRange& range,
+                       const RowScratch& scratch, float* x, std::int64_t k);
+
+}  // namespace gatefold

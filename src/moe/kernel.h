@@ -1,0 +1,44 @@
+#pragma once
+/// \file
+/// The seam between plans and backends: a backend is a list of KernelInfo, best first.
+
+#include <string>
+
+#include "gatefold/moe.h"
+#include "moe/routing.h"
+#include "moe/weights.h"
+#include "moe/workspace.h"
+
+namespace gatefold {
+
+/// One call of a layer, checked: shapes agree with the spec, ids are in range, tokens <= max_tokens.
+struct MoeCall {
+  const MoeSpec& spec;
+  const PlanOptions& options;
+  const ExpertWeights::State& weights;
+  const MoeInputs& inputs;
+  const MoeOutputs& outputs;
+  std::byte* workspace;  ///< aligned; of the layout that KernelInfo::workspace declares
+};
+
+struct KernelInfo {
+  std::string name;  ///< "cpu.avx512.int4_g128"
+  SchemeId scheme;
+  Device::Kind device;
+  std::string_view layout;  ///< packed layout that it reads
+  /// Empty if the kernel can run this, else why not, in words.
+  std::string (*refuses)(const MoeSpec& spec, const PlanOptions& options);
+  /// Declares its buffers for options.max_tokens tokens.
+  void (*workspace)(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
+  /// Allocates nothing, throws nothing.
+  void (*launch)(const MoeCall& call);
+};
+
+/// Best first.
+std::span<const KernelInfo> cpu_kernels();
+
+/// What activations are rounded to in a plan: the scheme's operand, the model's 16-bit type, or (value not
+/// stored) nothing.
+Operand effective_activation(SchemeId scheme, const MoeSpec& spec, const PlanOptions& options);
+
+}  // namespace gatefold

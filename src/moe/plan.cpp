@@ -1,0 +1,155 @@
+#include <fmt/format.h>
+#include <omp.h>
+
+#include "moe/kernel.h"
+
+namespace gatefold {
+
+struct MoePlan::State {
+  MoeSpec spec;
+  PlanOptions options;
+  Device device;
+  const KernelInfo* kernel = nullptr;
+  WorkspaceLayout layout;
+  std::vector<std::string> refused;  ///< better kernels, and why they do not run
+};
+
+Operand effective_activation(SchemeId id, const MoeSpec& spec, const PlanOptions& options) {
+  const Scheme& row = scheme(id);
+  if (row.quantizes_activations() && !options.weights_only) return row.activation;
+  if (options.precision == Precision::f32) return {};
+  return operands::plain(spec.act_dtype == DType::f16 ? formats::f16 : formats::bf16);
+}
+
+Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options, const Device& device) {
+  if (Status status = spec.validate(); !status.ok()) return status;
+  if (options.max_tokens <= 0 || options.max_tokens > (1 << 24))
+    return Status(Code::invalid_argument,
+                  fmt::format("max_tokens = {} is not within 1..{}", options.max_tokens, 1 << 24));
+  if (options.threads < 0)
+    return Status(Code::invalid_argument, fmt::format("threads = {}", options.threads));
+  if (device.kind != Device::Kind::cpu) return Status(Code::unsupported, "this build runs on CPUs only");
+
+  auto state = std::make_shared<State>();
+  state->spec = spec;
+  state->options = options;
+  state->device = device;
+  if (state->options.threads == 0) state->options.threads = omp_get_max_threads();
+  for (const KernelInfo& kernel : cpu_kernels()) {
+    if (kernel.scheme != spec.scheme) continue;
+    std::string why = kernel.refuses(spec, state->options);
+    if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
+      why = fmt::format("the caller asks for '{}'", options.kernel);
+    if (why.empty()) {
+      state->kernel = &kernel;
+      break;
+    }
+    state->refused.push_back(fmt::format("{}: {}", kernel.name, why));
+  }
+  if (state->kernel == nullptr)
+    return Status(Code::unsupported, fmt::format("no kernel for {}: {}", scheme(spec.scheme).name,
+                                                 fmt::join(state->refused, "; ")));
+  state->layout = WorkspaceLayout(options.debug_workspace);
+  state->kernel->workspace(spec, state->options, state->layout);
+  return MoePlan(std::move(state));
+}
+
+std::size_t MoePlan::workspace_bytes() const {
+  return state_->layout.bytes();
+}
+std::string_view MoePlan::kernel_name() const {
+  return state_->kernel->name;
+}
+
+namespace {
+
+bool is_float(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+bool same(const MoeSpec& a, const MoeSpec& b) {
+  return a.scheme == b.scheme && a.experts == b.experts && a.hidden == b.hidden &&
+         a.intermediate == b.intermediate && a.shared.intermediate == b.shared.intermediate &&
+         a.shared.gated == b.shared.gated && a.shared.scheme == b.shared.scheme && a.bias == b.bias &&
+         a.routing.correction_bias == b.routing.correction_bias;
+}
+
+Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertWeights::State& weights,
+                  const MoeInputs& in, const MoeOutputs& out) {
+  const auto fail = [](std::string message) { return Status(Code::invalid_argument, std::move(message)); };
+  if (!same(spec, weights.spec)) return fail("the weights were packed for another spec than the plan's");
+  const std::int64_t tokens = in.hidden.rows;
+  if (tokens < 0 || tokens > options.max_tokens)
+    return fail(fmt::format("{} tokens, but the plan was made for 0..{}", tokens, options.max_tokens));
+  if (in.hidden.cols != spec.hidden || out.hidden.cols != spec.hidden || out.hidden.rows != tokens)
+    return fail(fmt::format("hidden states are [{}, {}] in and [{}, {}] out, expected [{}, {}]", tokens,
+                            in.hidden.cols, out.hidden.rows, out.hidden.cols, tokens, spec.hidden));
+  if (!is_float(in.hidden.dtype) || !is_float(out.hidden.dtype))
+    return fail(fmt::format("hidden states are {} in and {} out, expected F32, F16 or BF16",
+                            name(in.hidden.dtype), name(out.hidden.dtype)));
+  if (tokens > 0 && (in.hidden.data == nullptr || out.hidden.data == nullptr))
+    return fail("hidden is a null pointer");
+  if ((in.topk_ids == nullptr) != (in.topk_weights == nullptr))
+    return fail("topk_ids and topk_weights go together: one of them is missing");
+  if (in.topk_ids != nullptr && in.router_logits != nullptr)
+    return fail("both topk_ids and router_logits are given");
+  if (in.topk_ids == nullptr && in.router_logits == nullptr && weights.vectors.router.empty())
+    return fail("the weights hold no router: give router_logits, or topk_ids and topk_weights");
+  if (in.topk_ids != nullptr)
+    for (std::int64_t slot = 0; slot < tokens * spec.top_k; ++slot)
+      if (in.topk_ids[slot] < 0 || in.topk_ids[slot] >= spec.experts)
+        return fail(fmt::format("topk_ids[{}, {}] = {} is not within 0..{}", slot / spec.top_k,
+                                slot % spec.top_k, in.topk_ids[slot], spec.experts - 1));
+  return {};
+}
+
+}  // namespace
+
+Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
+                    std::span<std::byte> workspace) const {
+  const State& plan = *state_;
+  const ExpertWeights::State& state = weights.state();
+  if (Status status = check_call(plan.spec, plan.options, state, inputs, outputs); !status.ok())
+    return status;
+  if (state.layout != plan.kernel->layout)
+    return {Code::invalid_argument, fmt::format("weights are packed as '{}', kernel {} reads '{}'",
+                                                state.layout, plan.kernel->name, plan.kernel->layout)};
+  if (workspace.size() < plan.layout.bytes())
+    return {Code::invalid_argument, fmt::format("the workspace has {} bytes, the plan needs {}",
+                                                workspace.size(), plan.layout.bytes())};
+  if (inputs.hidden.rows == 0) return {};
+
+  std::byte* base = WorkspaceLayout::align(workspace.data());
+  if (plan.options.debug_workspace) plan.layout.poison(base);
+  plan.kernel->launch({plan.spec, plan.options, state, inputs, outputs, base});
+  if (plan.options.debug_workspace)
+    if (const auto* region = plan.layout.damaged(base))
+      return {Code::internal, fmt::format("{} wrote outside its workspace, near buffer '{}' ({} bytes at {})",
+                                          plan.kernel->name, region->name, region->bytes, region->offset)};
+  return {};
+}
+
+std::string MoePlan::describe() const {
+  const State& plan = *state_;
+  const MoeSpec& spec = plan.spec;
+  const Scheme& row = scheme(spec.scheme);
+  const Operand activation = effective_activation(spec.scheme, spec, plan.options);
+  std::string text = fmt::format(
+      "{}: {} experts, top {}, hidden {}, intermediate {}; weights {}; activations {}; up to {} tokens on {} "
+      "threads\n",
+      row.name, spec.experts, spec.top_k, spec.hidden, spec.intermediate,
+      gatefold::describe(row.weight, true),
+      activation.value.stored() ? gatefold::describe(activation, false) : "f32", plan.options.max_tokens,
+      plan.options.threads);
+  if (spec.shared.intermediate != 0)
+    text += fmt::format("shared expert: intermediate {}, {}{}\n", spec.shared.intermediate,
+                        scheme(spec.shared.scheme).name, spec.shared.gated ? ", gated" : "");
+  text += fmt::format("kernel {}\n", plan.kernel->name);
+  for (const std::string& why : plan.refused) text += fmt::format("  not {}\n", why);
+  text += fmt::format("workspace {} bytes\n", plan.layout.bytes());
+  for (const auto& region : plan.layout.regions())
+    text += fmt::format("  {:<20} {}\n", region.name, region.bytes);
+  return text;
+}
+
+}  // namespace gatefold

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <cstdint>
+
+#include "gatefold/moe_spec.h"
+
+namespace gatefold {
+
+/// `route` for one token. `scratch` holds 2 * experts floats.
+void route_token(const Routing& routing, int experts, int top_k, const float* logits,
+                 const float* correction_bias, float* scratch, std::int32_t* ids, float* weights);
+
+}  // namespace gatefold
