@@ -1,0 +1,69 @@
+#include <fmt/format.h>
+
+#include "checkpoint/compressed_tensors.h"
+#include "gatefold/quantize.h"
+#include "tools/cli.h"
+
+namespace gatefold::cli {
+namespace {
+
+/// One line of the listing; `--markdown` prints what README.md holds between its markers.
+struct Line {
+  std::string name, weights, activations, bits, stored_as;
+};
+
+std::string stored_as(const Scheme& scheme) {
+  if (!scheme.weight.quantized()) return "unquantized";
+  const auto config = compressed_tensors::config(scheme, {});
+  const auto format = config.at("format").get<std::string>();
+  return config.at("quant_method") == "compressed-tensors" ? format : format + " (gatefold)";
+}
+
+std::vector<Line> lines() {
+  std::vector<Line> result;
+  for (const Scheme& scheme : all_schemes())
+    result.push_back({std::string(scheme.name), describe(scheme.weight, true),
+                      describe(scheme.activation, false),
+                      fmt::format("{:.4g}", bits_per_weight(scheme, 4096, 4096)), stored_as(scheme)});
+  return result;
+}
+
+Json to_json() {
+  Json rows = Json::array();
+  for (const Scheme& scheme : all_schemes())
+    rows.push_back({{"name", scheme.name},
+                    {"weights", describe(scheme.weight, true)},
+                    {"activations", describe(scheme.activation, false)},
+                    {"bits_per_weight", bits_per_weight(scheme, 4096, 4096)},
+                    {"stored_as", stored_as(scheme)},
+                    {"batch_dependent", scheme.batch_dependent()}});
+  return {{"schemes", rows}};
+}
+
+Status list(bool markdown, Json* json) {
+  if (json != nullptr) {
+    *json = to_json();
+  } else if (markdown) {
+    fmt::print("| scheme | weights | activations | bits per weight | stored as |\n|---|---|---|---|---|\n");
+    for (const Line& line : lines())
+      fmt::print("| `{}` | {} | {} | {} | {} |\n", line.name, line.weights, line.activations, line.bits,
+                 line.stored_as);
+  } else {
+    const Table table(
+        {{"scheme", -16}, {"weights", -35}, {"activations", -32}, {"bits", 5}, {"stored as", -1}});
+    for (const Line& line : lines())
+      table.row({line.name, line.weights, line.activations, line.bits, line.stored_as});
+  }
+  return {};
+}
+
+}  // namespace
+
+void add_schemes(Cli& cli) {
+  auto markdown = std::make_shared<bool>(false);
+  CLI::App* command = cli.add("schemes", "All quantization schemes",
+                              [markdown](Json* json) { return list(*markdown, json); });
+  command->add_flag("--markdown", *markdown, "As a Markdown table");
+}
+
+}  // namespace gatefold::cli
