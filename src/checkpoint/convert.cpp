@@ -198,7 +198,8 @@ Status Converter::run(const SafetensorsWriter& writer) {
 #pragma omp atomic read
     skip = stopped;
     if (skip) continue;
-    const Status status = run_job(plan_.jobs[i], writer);
+    const bool cancelled = options_.cancelled && options_.cancelled();
+    const Status status = cancelled ? Status(Code::io_error, "cancelled") : run_job(plan_.jobs[i], writer);
     if (status.ok()) continue;
 #pragma omp atomic write
     stopped = true;
@@ -268,13 +269,15 @@ std::string Converter::config() const {
   return config.dump(2) + "\n";
 }
 
-/// Tokenizer, generation settings, code, licence: the small files beside the weights.
+/// What a model needs beside its weights: tokenizer, generation settings, code, licence.
 bool is_companion(const fs::path& path) {
-  constexpr std::array<std::string_view, 8> extensions = {".json",  ".jsonl", ".txt",      ".model",
-                                                          ".jinja", ".py",    ".tiktoken", ".md"};
+  constexpr std::array<std::string_view, 6> extensions = {".json",  ".jsonl", ".model",
+                                                          ".jinja", ".py",    ".tiktoken"};
+  constexpr std::array<std::string_view, 6> names = {"merges.txt", "vocab.txt",   "README.md",
+                                                     "LICENSE",    "LICENSE.txt", "NOTICE"};
   const std::string name = path.filename().string();
   if (name == "config.json" || name.ends_with(".index.json") || name.starts_with('.')) return false;
-  return name == "LICENSE" || name == "NOTICE" ||
+  return std::find(names.begin(), names.end(), name) != names.end() ||
          std::find(extensions.begin(), extensions.end(), path.extension().string()) != extensions.end();
 }
 
