@@ -1,0 +1,387 @@
+// config.json and the shard index: what is read from good ones, and what is said about bad ones.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/config.h"
+#include "checkpoint/index.h"
+#include "checkpoint_files.h"
+
+namespace gatefold {
+namespace {
+
+using nlohmann::json;
+
+Result<ParsedConfig> parse(const json& config) {
+  return parse_config(config.dump(), "dir/config.json");
+}
+
+ModelConfig good(const json& config) {
+  const auto parsed = parse(config);
+  EXPECT_TRUE(parsed) << parsed.status().message();
+  return parsed ? parsed->model : ModelConfig{};
+}
+
+void expect_bad(const json& config, std::initializer_list<std::string_view> parts,
+                Code code = Code::bad_file) {
+  const auto parsed = parse(config);
+  ASSERT_FALSE(parsed) << config;
+  expect_error(parsed.status(), code, parts);
+  EXPECT_TRUE(parsed.status().message().starts_with("dir/config.json: ")) << parsed.status().message();
+}
+
+json with(json config, const std::string& key, const json& value) {
+  config[key] = value;
+  return config;
+}
+json without(json config, const std::string& key) {
+  config.erase(key);
+  return config;
+}
+
+json qwen3() {
+  return {{"model_type", "qwen3_moe"},
+          {"num_hidden_layers", 4},
+          {"hidden_size", 256},
+          {"vocab_size", 300},
+          {"intermediate_size", 512},
+          {"max_position_embeddings", 2048},
+          {"rms_norm_eps", 1e-5},
+          {"num_attention_heads", 4},
+          {"num_key_value_heads", 2},
+          {"head_dim", 32},
+          {"num_experts", 16},
+          {"num_experts_per_tok", 4},
+          {"moe_intermediate_size", 128},
+          {"norm_topk_prob", true},
+          {"decoder_sparse_step", 1},
+          {"mlp_only_layers", json::array()},
+          {"tie_word_embeddings", true},
+          {"hidden_act", "silu"},
+          {"torch_dtype", "bfloat16"},
+          {"rope_theta", 1e6},
+          {"rope_scaling", nullptr}};
+}
+json qwen2() {
+  json config = with(qwen3(), "model_type", "qwen2_moe");
+  config["shared_expert_intermediate_size"] = 96;
+  return config;
+}
+json mixtral() {
+  json config = qwen3();
+  for (const char* key : {"num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"})
+    config.erase(key);
+  config["model_type"] = "mixtral";
+  config["num_local_experts"] = 8;
+  config["head_dim"] = nullptr;
+  return config;
+}
+json deepseek() {
+  json config = qwen3();
+  config.erase("num_experts");
+  config.update({{"model_type", "deepseek_v3"},
+                 {"n_routed_experts", 32},
+                 {"n_group", 8},
+                 {"topk_group", 2},
+                 {"n_shared_experts", 2},
+                 {"first_k_dense_replace", 3},
+                 {"routed_scaling_factor", 2.5},
+                 {"scoring_func", "sigmoid"},
+                 {"topk_method", "noaux_tc"},
+                 {"qk_nope_head_dim", 16},
+                 {"qk_rope_head_dim", 8}});
+  return config;
+}
+
+TEST(Config, Qwen3) {
+  const ModelConfig config = good(qwen3());
+  EXPECT_EQ(config.model_type, "qwen3_moe");
+  EXPECT_EQ(config.layers, 4);
+  EXPECT_EQ(config.hidden, 256);
+  EXPECT_EQ(config.vocab, 300);
+  EXPECT_EQ(config.dense_intermediate, 512);
+  EXPECT_EQ(config.max_positions, 2048);
+  EXPECT_EQ(config.rms_eps, 1e-5);
+  EXPECT_EQ(config.heads, 4);
+  EXPECT_EQ(config.kv_heads, 2);
+  EXPECT_EQ(config.head_dim, 32);
+  EXPECT_TRUE(config.tie_embeddings);
+  EXPECT_TRUE(config.qk_norm);
+  EXPECT_FALSE(config.attention_bias);
+  EXPECT_EQ(config.rope.type, RopeConfig::Type::standard);
+  EXPECT_EQ(config.rope.theta, 1e6);
+  EXPECT_EQ(config.is_moe, std::vector<bool>(4, true));
+  EXPECT_EQ(config.moe.experts, 16);
+  EXPECT_EQ(config.moe.top_k, 4);
+  EXPECT_EQ(config.moe.hidden, 256);
+  EXPECT_EQ(config.moe.intermediate, 128);
+  EXPECT_EQ(config.moe.scheme, SchemeId::bf16);
+  EXPECT_EQ(config.moe.activation.kind, Activation::Kind::swiglu);
+  EXPECT_EQ(config.moe.routing.score, Score::softmax);
+  EXPECT_TRUE(config.moe.routing.renormalize);
+  EXPECT_EQ(config.moe.routing.epsilon, 0);
+  EXPECT_EQ(config.moe.shared.intermediate, 0);
+  EXPECT_FALSE(good(without(qwen3(), "norm_topk_prob")).moe.routing.renormalize);
+}
+
+TEST(Config, Qwen2HasAGatedSharedExpert) {
+  const ModelConfig config = good(qwen2());
+  EXPECT_EQ(config.moe.shared.intermediate, 96);
+  EXPECT_TRUE(config.moe.shared.gated);
+  EXPECT_TRUE(config.attention_bias);
+  EXPECT_FALSE(config.qk_norm);
+  EXPECT_FALSE(good(with(qwen2(), "qkv_bias", false)).attention_bias);
+  EXPECT_EQ(good(with(qwen2(), "shared_expert_intermediate_size", 0)).moe.shared.intermediate, 0);
+}
+
+TEST(Config, Mixtral) {
+  const ModelConfig config = good(mixtral());
+  EXPECT_EQ(config.head_dim, 64);  // hidden_size / num_attention_heads
+  EXPECT_EQ(config.moe.experts, 8);
+  EXPECT_EQ(config.moe.intermediate, 512);
+  EXPECT_TRUE(config.moe.routing.renormalize);
+  EXPECT_EQ(config.is_moe, std::vector<bool>(4, true));
+  EXPECT_EQ(config.sliding_window, 0);
+  EXPECT_EQ(good(with(mixtral(), "sliding_window", 4096)).sliding_window, 4096);
+}
+
+TEST(Config, DeepseekV3) {
+  const ModelConfig config = good(deepseek());
+  EXPECT_EQ(config.moe.experts, 32);
+  EXPECT_EQ(config.moe.shared.intermediate, 256);
+  EXPECT_FALSE(config.moe.shared.gated);
+  EXPECT_EQ(config.head_dim, 24);
+  const Routing& routing = config.moe.routing;
+  EXPECT_EQ(routing.score, Score::sigmoid);
+  EXPECT_TRUE(routing.renormalize);
+  EXPECT_EQ(routing.groups, 8);
+  EXPECT_EQ(routing.top_groups, 2);
+  EXPECT_EQ(routing.group_score, GroupScore::top2_sum);
+  EXPECT_TRUE(routing.correction_bias);
+  EXPECT_EQ(routing.scaling_factor, 2.5f);
+  EXPECT_EQ(routing.epsilon, 1e-20f);
+  EXPECT_EQ(config.is_moe, (std::vector<bool>{false, false, false, true}));
+  EXPECT_EQ(good(with(with(deepseek(), "first_k_dense_replace", 1), "moe_layer_freq", 2)).is_moe,
+            (std::vector<bool>{false, false, true, false}));
+  for (const char* key : {"n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"})
+    expect_bad(without(deepseek(), key), {"no ", key});
+  expect_bad(with(deepseek(), "scoring_func", "softmax"), {"scoring_func", "'softmax'"}, Code::unsupported);
+  expect_bad(with(deepseek(), "topk_method", "greedy"), {"topk_method", "'greedy'"}, Code::unsupported);
+  expect_bad(with(deepseek(), "n_shared_experts", 60000), {"n_shared_experts 60000", "128"});
+}
+
+TEST(Config, WhichLayersAreMoe) {
+  EXPECT_EQ(good(with(qwen3(), "decoder_sparse_step", 2)).is_moe,
+            (std::vector<bool>{false, true, false, true}));
+  EXPECT_EQ(good(with(qwen3(), "mlp_only_layers", {0, 3})).is_moe,
+            (std::vector<bool>{false, true, true, false}));
+  for (const json& layer : {json(4), json(-1), json(1.5), json("0"), json(1e300)})
+    expect_bad(with(qwen3(), "mlp_only_layers", json::array({layer})),
+               {"mlp_only_layers", layer.dump(), "4 layers"});
+  expect_bad(with(qwen3(), "mlp_only_layers", 1), {"mlp_only_layers", "1"});
+  expect_bad(with(qwen3(), "decoder_sparse_step", 0), {"decoder_sparse_step", "0"});
+}
+
+TEST(Config, KeysThatMoved) {
+  json config = without(qwen3(), "num_experts");
+  config["num_local_experts"] = 16;
+  EXPECT_EQ(good(config).moe.experts, 16);
+  config["num_experts"] = 16;
+  EXPECT_EQ(good(config).moe.experts, 16);
+  config["num_experts"] = 17;
+  expect_bad(config, {"num_experts", "num_local_experts", "16", "17"});
+  expect_bad(without(qwen3(), "num_experts"), {"no num_experts or num_local_experts"});
+
+  config = without(qwen3(), "torch_dtype");
+  config["dtype"] = "float16";
+  EXPECT_EQ(good(config).dtype, DType::f16);
+  EXPECT_EQ(good(config).moe.scheme, SchemeId::f16);
+  EXPECT_EQ(good(config).moe.act_dtype, DType::f16);
+  config["dtype"] = "float32";
+  EXPECT_EQ(good(config).dtype, DType::f32);
+  EXPECT_EQ(good(config).moe.scheme, SchemeId::bf16);
+  EXPECT_EQ(good(config).moe.act_dtype, DType::bf16);
+  expect_bad(with(config, "dtype", "int8"), {"dtype", "'int8'"}, Code::unsupported);
+
+  config = without(without(qwen3(), "rope_theta"), "rope_scaling");
+  config["rope_parameters"] = {{"rope_theta", 5e5}, {"rope_type", "default"}};
+  EXPECT_EQ(good(config).rope.theta, 5e5);
+
+  config = {
+      {"model_type", "outer"}, {"text_config", qwen3()}, {"quantization_config", {{"quant_method", "x"}}}};
+  const auto nested = parse(config);
+  ASSERT_TRUE(nested) << nested.status().message();
+  EXPECT_EQ(nested->model.model_type, "qwen3_moe");
+  EXPECT_EQ(nested->quantization["quant_method"], "x");
+}
+
+TEST(Config, Rope) {
+  const auto scaled = [](const json& scaling) { return with(qwen3(), "rope_scaling", scaling); };
+  EXPECT_EQ(good(scaled({{"type", "linear"}, {"factor", 2}})).rope.factor, 2.0);
+  EXPECT_EQ(good(scaled({{"rope_type", "dynamic"}, {"factor", 2.5}})).rope.type, RopeConfig::Type::dynamic);
+  EXPECT_EQ(good(scaled({{"rope_type", "dynamic"}, {"factor", 2.5}})).rope.original_max_positions, 2048);
+
+  const json llama3 = {{"rope_type", "llama3"},
+                       {"factor", 8.0},
+                       {"low_freq_factor", 1.0},
+                       {"high_freq_factor", 4.0},
+                       {"original_max_position_embeddings", 512}};
+  EXPECT_EQ(good(scaled(llama3)).rope.type, RopeConfig::Type::llama3);
+  EXPECT_EQ(good(scaled(llama3)).rope.original_max_positions, 512);
+  expect_bad(scaled(with(llama3, "high_freq_factor", 1.0)), {"rope_scaling", "high_freq_factor 1"});
+  expect_bad(scaled(without(llama3, "low_freq_factor")), {"rope_scaling", "no low_freq_factor"});
+
+  const RopeConfig yarn = good(scaled({{"rope_type", "yarn"},
+                                       {"factor", 4},
+                                       {"beta_fast", 16},
+                                       {"mscale", 0.5},
+                                       {"truncate", false}}))
+                              .rope;
+  EXPECT_EQ(yarn.type, RopeConfig::Type::yarn);
+  EXPECT_EQ(yarn.beta_fast, 16);
+  EXPECT_EQ(yarn.beta_slow, 1);
+  EXPECT_EQ(yarn.mscale, 0.5);
+  EXPECT_FALSE(yarn.truncate);
+
+  expect_bad(scaled({{"rope_type", "yarn"}}), {"rope_scaling", "no factor"});
+  expect_bad(scaled({{"rope_type", "yarn"}, {"factor", 0}}), {"rope_scaling", "factor is 0"});
+  expect_bad(scaled({{"rope_type", "yarn"}, {"factor", "4"}}), {"factor is \"4\""});
+  expect_bad(scaled({{"rope_type", "longrope"}, {"factor", 4}}), {"'longrope'", "yarn"}, Code::unsupported);
+  expect_bad(scaled({{"rope_type", "yarn"}, {"type", "linear"}}), {"rope_type and type disagree"});
+  expect_bad(scaled(7), {"rope_scaling", "7"});
+  expect_bad(with(qwen3(), "rope_theta", -1), {"rope_theta", "-1"});
+  expect_bad(with(qwen3(), "partial_rotary_factor", 0.5), {"partial_rotary_factor"}, Code::unsupported);
+}
+
+TEST(Config, Activation) {
+  EXPECT_EQ(good(with(qwen3(), "hidden_act", "gelu")).moe.activation.kind, Activation::Kind::geglu);
+  EXPECT_EQ(good(with(qwen3(), "hidden_act", "gelu_pytorch_tanh")).moe.activation.kind,
+            Activation::Kind::geglu_tanh);
+  expect_bad(with(qwen3(), "hidden_act", "relu"), {"hidden_act", "'relu'", "silu"}, Code::unsupported);
+}
+
+TEST(Config, SlidingWindowOfQwen) {
+  json config = with(qwen3(), "sliding_window", 100);
+  EXPECT_EQ(good(config).sliding_window, 0);
+  config["use_sliding_window"] = true;
+  EXPECT_EQ(good(config).sliding_window, 100);
+}
+
+TEST(Config, UnknownFamily) {
+  expect_bad(with(qwen3(), "model_type", "llama"),
+             {"'llama'", "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3"}, Code::unsupported);
+  expect_bad(without(qwen3(), "model_type"), {"no model_type"});
+  expect_bad(with(qwen3(), "model_type", 3), {"model_type is 3"});
+}
+
+TEST(Config, EverySizeIsChecked) {
+  for (const char* key :
+       {"num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "max_position_embeddings",
+        "num_attention_heads", "num_experts_per_tok", "num_experts", "moe_intermediate_size"}) {
+    expect_bad(without(qwen3(), key), {"no ", key});
+    expect_bad(with(qwen3(), key, nullptr), {"no ", key});
+    for (const json& value : {json(0), json(-1), json(1.5), json(1e300), json("256"), json(true),
+                              json::array({1}), json(std::numeric_limits<std::uint64_t>::max()),
+                              json(std::numeric_limits<std::int64_t>::min()), json(std::int64_t{1} << 32)})
+      expect_bad(with(qwen3(), key, value), {key, value.dump(), "integer in [1, "});
+  }
+  expect_bad(with(qwen3(), "head_dim", 0), {"head_dim"});
+  expect_bad(with(qwen3(), "num_key_value_heads", 3), {"num_attention_heads 4", "num_key_value_heads 3"});
+  expect_bad(with(without(qwen3(), "head_dim"), "hidden_size", 255),
+             {"hidden_size 255", "num_attention_heads 4"});
+  expect_bad(with(qwen3(), "rms_norm_eps", -1e-6), {"rms_norm_eps"});
+  expect_bad(with(qwen3(), "rms_norm_eps", "1e-6"), {"rms_norm_eps"});
+  expect_bad(with(qwen3(), "tie_word_embeddings", 1), {"tie_word_embeddings is 1", "true or false"});
+  expect_bad(with(qwen3(), "quantization_config", "gptq"), {"quantization_config", "gptq"});
+}
+
+TEST(Config, RoutingMustBePossible) {
+  expect_bad(with(qwen3(), "num_experts_per_tok", 17), {"top_k 17", "16"});
+  expect_bad(with(deepseek(), "n_group", 5), {"32 experts", "5 groups"});
+  expect_bad(with(deepseek(), "topk_group", 9), {"top_groups 9", "8"});
+  expect_bad(with(deepseek(), "num_experts_per_tok", 9), {"top_k 9", "8 experts", "2 chosen groups"});
+  expect_bad(with(with(deepseek(), "n_group", 32), "topk_group", 32), {"groups of 1"});
+  expect_bad(with(deepseek(), "routed_scaling_factor", 1e300), {"routed_scaling_factor"});
+}
+
+TEST(Config, Json) {
+  const auto text = [](std::string_view content, std::initializer_list<std::string_view> parts) {
+    const auto parsed = parse_config(content, "dir/config.json");
+    ASSERT_FALSE(parsed);
+    expect_error(parsed.status(), Code::bad_file, parts);
+  };
+  text("", {"dir/config.json: ", "JSON object"});
+  text("[]", {"JSON object"});
+  text("{", {"parse error"});
+  text(R"({"hidden_size":1,"hidden_size":2})", {"'hidden_size'", "twice"});
+  text(R"({"a":)" + std::string(100'000, '['), {"deeper than 32"});
+  text(R"({"a":1e999})", {"1e999"});
+}
+
+TEST(Index, Good) {
+  const auto index = parse_index(
+      R"({"metadata":{"total_size":1.5,"more":[{}]},"weight_map":{"a":"model-1-of-2.safetensors","b":"x y.safetensors"}})",
+      "dir/index");
+  ASSERT_TRUE(index) << index.status().message();
+  EXPECT_EQ(index->size(), 2u);
+  EXPECT_EQ(index->at("a"), "model-1-of-2.safetensors");
+}
+
+TEST(Index, Bad) {
+  const auto bad = [](std::string_view text, std::initializer_list<std::string_view> parts) {
+    const auto index = parse_index(text, "dir/index");
+    ASSERT_FALSE(index) << text;
+    expect_error(index.status(), Code::bad_file, parts);
+    EXPECT_TRUE(index.status().message().starts_with("dir/index: ")) << index.status().message();
+  };
+  bad("", {"JSON object"});
+  bad("{}", {"no weight_map"});
+  bad(R"({"weight_map":{}})", {"weight_map is empty"});
+  bad(R"({"weight_map":[]})", {"weight_map is not an object"});
+  bad(R"({"weight_map":"x"})", {"weight_map is not an object"});
+  bad(R"({"weight_map":{"a":7}})", {"'a'", "7"});
+  bad(R"({"weight_map":{"a":["x.safetensors"]}})", {"'a'"});
+  bad(R"({"weight_map":{"a":"x.safetensors","a":"y.safetensors"}})", {"'a'", "twice"});
+  for (const char* name : {"../x.safetensors", "/x.safetensors", "d/x.safetensors", "d\\\\x.safetensors",
+                           "..", "", ".safetensors", "x.bin", "x\\u0000.safetensors"})
+    bad(std::string(R"({"weight_map":{"tensor":")") + name + "\"}}", {"'tensor'", "plain name"});
+}
+
+TEST(MoeSpec, Validate) {
+  const auto spec = [] {
+    MoeSpec spec;
+    spec.experts = 8;
+    spec.top_k = 2;
+    spec.hidden = 256;
+    spec.intermediate = 128;
+    return spec;
+  };
+  EXPECT_TRUE(spec().validate().ok());
+  const auto bad = [&](const auto& change, std::initializer_list<std::string_view> parts) {
+    MoeSpec changed = spec();
+    change(changed);
+    const Status status = changed.validate();
+    expect_error(status, Code::invalid_argument, parts);
+  };
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+  bad([](MoeSpec& s) { s.experts = 0; }, {"experts 0"});
+  bad([](MoeSpec& s) { s.hidden = -1; }, {"hidden -1"});
+  bad([](MoeSpec& s) { s.intermediate = 1 << 21; }, {"intermediate 2097152"});
+  bad([](MoeSpec& s) { s.top_k = 0; }, {"top_k 0"});
+  bad([](MoeSpec& s) { s.top_k = 9; }, {"top_k 9", "8"});
+  bad([](MoeSpec& s) { s.routing.groups = 3; }, {"8 experts", "3 groups"});
+  bad([](MoeSpec& s) { s.routing.scaling_factor = nan; }, {"scaling_factor"});
+  bad([](MoeSpec& s) { s.routing.epsilon = -1; }, {"epsilon -1"});
+  bad([](MoeSpec& s) { s.activation.limit = 0; }, {"limit 0"});
+  bad([](MoeSpec& s) { s.activation.alpha = nan; }, {"alpha"});
+  bad([](MoeSpec& s) { s.act_dtype = DType::f32; }, {"act_dtype F32"});
+  bad([](MoeSpec& s) { s.shared.intermediate = -1; }, {"shared expert", "-1"});
+  bad([](MoeSpec& s) { s.scheme = SchemeId::int4_g128, s.intermediate = 96; }, {"experts", "k = 96", "128"});
+  bad([](MoeSpec& s) { s.shared = {.intermediate = 100, .scheme = SchemeId::mxfp4}; },
+      {"shared expert", "k = 100", "32"});
+}
+
+}  // namespace
+}  // namespace gatefold
