@@ -8,6 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "model/softmax.h"
+
 namespace gatefold {
 namespace {
 
@@ -97,6 +99,32 @@ TEST(Attention, SameBitsForEverySplit) {
       for (const std::int64_t split : {1, 7, 64, 100})
         EXPECT_EQ(std::memcmp(whole.data(), data.run(split, threads).data(), whole.size() * sizeof(float)), 0)
             << shape.heads << " heads, split " << split << ", threads " << threads;
+  }
+}
+
+// The softmax's own exp, over its whole range, and its bits on every instruction set that runs here.
+TEST(Attention, SoftmaxOfEveryInstructionSet) {
+  for (float low = -100; low < 0; low += 0.37f) {
+    float scores[key_block], expected[key_block] = {};
+    for (int j = 0; j < key_block; ++j) scores[j] = low * static_cast<float>(j) / key_block;
+    for (const Isa isa : all_isas) {
+      if (!missing(isa).empty()) continue;
+      SoftmaxRow row{-1.0f, 2.0f};
+      float weights[key_block], sums[2] = {3, 4};
+      std::copy_n(scores, key_block, weights);
+      absorb_scores(isa)(row, weights, sums, 2);
+      EXPECT_EQ(row.highest, 0);
+      double total = 2 * std::exp(-1.0);
+      for (int j = 0; j < key_block; ++j) {
+        const double exact = scores[j] > -87.0f ? std::exp(static_cast<double>(scores[j])) : 0.0;
+        EXPECT_NEAR(weights[j], exact, 0x1p-22 * exact) << scores[j];
+        total += exact;
+        if (isa == all_isas[0] || expected[j] == 0) expected[j] = weights[j];
+        EXPECT_EQ(weights[j], expected[j]);
+      }
+      EXPECT_NEAR(row.sum, total, 1e-5 * total);
+      EXPECT_NEAR(sums[1], 4 * std::exp(-1.0), 1e-6);
+    }
   }
 }
 

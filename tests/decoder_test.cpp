@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "model_files.h"
@@ -115,6 +116,39 @@ TEST_F(TinyMoe, SameBitsForEverySplitAndThreadCount) {
       }
     }
   }
+}
+
+// The same promise for every scheme that can keep it.
+TEST_F(TinyMoe, EverySchemeSameBitsForEverySplit) {
+  const auto tokens = std::span(ids).first(48);
+  for_each_scheme([&]<class Tag>() {
+    SCOPED_TRACE(Tag::scheme.name);
+    const Decoder decoder = load_decoder(tiny_moe, {.scheme = Tag::id});
+    EXPECT_EQ(decoder.scheme(), Tag::id);
+    const std::vector<float> whole = trace(decoder, tokens).logits;
+    EXPECT_EQ(trace(decoder, tokens).logits, whole);
+    if (Tag::scheme.batch_dependent()) return;
+    std::vector<float> logits(17 * 256);
+    Sequence sequence = decoder.new_sequence();
+    ASSERT_TRUE(decoder.forward(tokens.first(31), sequence, std::span<float>()).ok());
+    ASSERT_TRUE(decoder.forward(tokens.subspan(31), sequence, logits).ok());
+    EXPECT_TRUE(std::equal(logits.begin(), logits.end(), whole.begin() + 31 * 256));
+  });
+}
+
+TEST_F(TinyMoe, ThreadsShareADecoder) {
+  const Decoder decoder = load_decoder(tiny_moe, {.threads = 2});
+  const auto tokens = std::span(ids).first(64);
+  const std::vector<float> expected = trace(decoder, tokens).logits;
+  std::vector<std::vector<float>> results(4, std::vector<float>(expected.size()));
+  std::vector<std::thread> threads;
+  for (auto& result : results)
+    threads.emplace_back([&] {
+      Sequence sequence = decoder.new_sequence();
+      EXPECT_TRUE(decoder.forward(tokens, sequence, result).ok());
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& result : results) EXPECT_EQ(result, expected);
 }
 
 TEST_F(TinyMoe, RefusesBadCalls) {
@@ -232,12 +266,17 @@ TEST(BadModel, WrongShape) {
                Code::bad_file, {"model.layers.0.self_attn.k_proj.weight", "[16, 32]", "[32, 32]"});
 }
 
-TEST(BadModel, NoFamilyOfOurs) {
+// Whole checkpoints of other tools, which the library can read but the decoder cannot run.
+TEST(BadModel, Unsupported) {
   const char* root = std::getenv("GATEFOLD_CHECKPOINTS");
   if (root == nullptr) GTEST_SKIP() << "GATEFOLD_CHECKPOINTS is not set";
-  const auto checkpoint = Checkpoint::open(std::string(root) + "/deepseek-v3-bf16");
-  ASSERT_TRUE(checkpoint) << checkpoint.status().message();
-  expect_error(Decoder::load(*checkpoint).status(), Code::unsupported, {"deepseek_v3", "qwen3_moe"});
+  const auto load = [&](const std::string& name) {
+    const auto checkpoint = Checkpoint::open(std::string(root) + "/" + name);
+    return checkpoint ? Decoder::load(*checkpoint).status() : checkpoint.status();
+  };
+  expect_error(load("deepseek-v3-bf16"), Code::unsupported, {"deepseek_v3", "qwen3_moe"});
+  expect_error(load("ct-w4a16-g128-gptq"), Code::unsupported,
+               {"model.layers.0.self_attn.q_proj is quantized"});
 }
 
 }  // namespace

@@ -3,13 +3,12 @@
 #include <cblas.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <vector>
 
-#include "gatefold/codec.h"
 #include "model/blas.h"
+#include "model/softmax.h"
 
 namespace gatefold {
 namespace {
@@ -17,55 +16,6 @@ namespace {
 // Queries of the heads that share a KV head are rows of one tile. Tiles and key blocks have one shape and
 // begin at fixed positions of the sequence, for the reason given in linear.cpp.
 constexpr std::int64_t tile_rows = 16;
-constexpr int lanes = 16;
-
-// exp(x) for x <= 0 to 1 ulp; exactly 1 at 0 and exactly 0 below -87 (-inf included). Unlike std::exp it
-// vectorizes.
-inline float exp_negative(float x) {
-  const float clamped = x > -87.0f ? x : -87.0f;
-  const float n = detail::round_to_integer(clamped * 1.44269504f);
-  // ln 2 in two parts: n * 0.693359375 is exact.
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const float power = std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23);
-  return x > -87.0f ? p * power : 0.0f;
-}
-
-// The running softmax of one row: scores become weights relative to the largest score so far.
-struct RowState {
-  float highest = std::numeric_limits<float>::lowest();
-  float sum = 0.0f;
-
-  /// Returns the factor for what was accumulated before.
-  float absorb(float* scores) {
-    float high[lanes];
-    std::fill_n(high, lanes, highest);
-    for (std::int64_t j = 0; j < key_block; j += lanes)
-      for (int lane = 0; lane < lanes; ++lane)
-        high[lane] = high[lane] > scores[j + lane] ? high[lane] : scores[j + lane];
-    const float before = highest;
-    for (const float value : high) highest = highest > value ? highest : value;
-
-    float sums[lanes] = {};
-    for (std::int64_t j = 0; j < key_block; j += lanes) {
-      for (int lane = 0; lane < lanes; ++lane) {
-        scores[j + lane] = exp_negative(scores[j + lane] - highest);
-        sums[lane] += scores[j + lane];
-      }
-    }
-    const float factor = exp_negative(before - highest);
-    sum *= factor;
-    for (const float value : sums) sum += value;
-    return factor;
-  }
-};
-
 struct Tile {
   std::vector<float> queries, sums;  // [tile_rows, head_dim]
   float scores[tile_rows * key_block];
@@ -95,7 +45,8 @@ void attend(const AttentionShape& shape, const AttentionInputs& inputs, int kv_h
   std::fill(tile.sums.begin(), tile.sums.end(), 0.0f);
   for (std::int64_t row = begin; row < end; ++row)
     std::copy_n(inputs.queries + offset(row), d, tile.queries.data() + row * d);
-  RowState states[tile_rows];
+  SoftmaxRow states[tile_rows];
+  const AbsorbScores absorb = absorb_scores();
   const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(d)));
 
   for (std::int64_t block = oldest(begin) / key_block; block <= position(end - 1) / key_block; ++block) {
@@ -111,8 +62,7 @@ void attend(const AttentionShape& shape, const AttentionInputs& inputs, int kv_h
       const std::int64_t unseen = std::clamp<std::int64_t>(position(row) - start + 1, 0, key_block);
       std::fill(scores, scores + seen, -std::numeric_limits<float>::infinity());
       std::fill(scores + unseen, scores + key_block, -std::numeric_limits<float>::infinity());
-      const float factor = states[row].absorb(scores);
-      for (int i = 0; i < d; ++i) tile.sums[row * d + i] *= factor;
+      absorb(states[row], scores, tile.sums.data() + row * d, d);
     }
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, tile_rows, d, key_block, 1.0f, tile.scores,
                 key_block, inputs.values + at, stride, 1.0f, tile.sums.data(), d);

@@ -11,13 +11,12 @@ struct AttentionShape {
   int sliding_window = 0;  ///< a query sees this many positions, itself included; 0: all before it
 };
 
-/// Keys and values are stored in whole blocks of this many positions; those past the end must be finite.
-inline constexpr std::int64_t key_block = 64;
-
 struct AttentionInputs {
   const float* queries = nullptr;  ///< [tokens, heads, head_dim]: positions first, first + 1, ...
-  const float* keys = nullptr;     ///< [positions, kv_heads, head_dim]: from position 0 on
-  const float* values = nullptr;   ///< same
+  /// [positions, kv_heads, head_dim], from position 0 on, in whole blocks of key_block positions; those past
+  /// the end must be finite.
+  const float* keys = nullptr;
+  const float* values = nullptr;  ///< same
   std::int64_t first = 0, tokens = 0;
 };
 

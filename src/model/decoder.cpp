@@ -9,6 +9,7 @@
 
 #include "format/row_kernels.h"
 #include "model/decoder_state.h"
+#include "model/softmax.h"
 
 namespace gatefold {
 namespace {

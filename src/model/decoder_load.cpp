@@ -52,7 +52,13 @@ class TensorLoader {
     if (!status_.ok()) return {};
     const auto found = checkpoint_.tensor(name);
     if (!found) {
-      fail(found.status());
+      // compressed-tensors keeps "<layer>.weight_packed", AWQ and GPTQ "<layer>.qweight".
+      const std::string layer = name.substr(0, name.rfind('.'));
+      const bool is_packed = has(name + "_packed") || has(layer + ".qweight");
+      fail(is_packed ? Status(Code::unsupported, fmt::format("{}: {} is quantized; outside of experts the "
+                                                             "decoder takes BF16, F16 and F32",
+                                                             checkpoint_.directory().string(), layer))
+                     : found.status());
       return {};
     }
     const DType dtype = found->dtype;
