@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
+#include <cstdlib>
+#include <new>
 #include <random>
 
 #include "cpu/gemm.h"
@@ -8,6 +11,21 @@
 #include "gatefold/codec.h"
 #include "gatefold/moe.h"
 #include "moe/reference.h"
+
+std::atomic<int> allocations{0};
+
+// Counts every allocation of this program.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  ++allocations;
+  if (void* p = std::malloc(bytes)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept {
+  std::free(p);
+}
+[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept {
+  std::free(p);
+}
 
 namespace gatefold {
 namespace {
@@ -202,9 +220,6 @@ TEST_P(EveryScheme, StaticActivationScales) {
                layer.numbers(20 * 256, 1.0f));
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, EveryScheme, testing::Range<std::size_t>(0, all_schemes().size()),
-                         [](const auto& info) { return std::string(all_schemes()[info.param].name); });
-
 TEST(Moe, SkewedRouting) {
   Layer layer(small_spec(SchemeId::int4_g32));
   const std::vector<float> x = layer.numbers(35 * 256, 1.0f);
@@ -245,6 +260,26 @@ TEST(Moe, SixteenBitInputsAndOutputs) {
                   .ok());
   for (std::size_t i = 0; i < x.size(); ++i) EXPECT_EQ(out[i], encode<formats::bf16>(expected.hidden[i]));
 }
+
+TEST_P(EveryScheme, RunAllocatesNothing) {
+  Layer layer(small_spec(id()));
+  const std::vector<float> x = layer.numbers(4 * 256, 1.0f);
+  std::vector<float> y(x.size());
+  const auto plan = MoePlan::create(layer.spec(), {.max_tokens = 4, .threads = 2, .debug_workspace = true});
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  int during = -1;
+  for (int warm = 0; warm < 2; ++warm) {  // the first call starts the threads
+    const int before = allocations;
+    const Status status = plan->run(layer.weights(), {.hidden = {x.data(), DType::f32, 4, 256}},
+                                    {.hidden = {y.data(), DType::f32, 4, 256}}, workspace);
+    during = allocations - before;
+    ASSERT_TRUE(status.ok()) << status.message();
+  }
+  EXPECT_EQ(during, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, EveryScheme, testing::Range<std::size_t>(0, all_schemes().size()),
+                         [](const auto& info) { return std::string(all_schemes()[info.param].name); });
 
 TEST(Moe, BadCalls) {
   Layer layer(small_spec(SchemeId::mxfp4));

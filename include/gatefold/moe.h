@@ -128,7 +128,7 @@ class MoePlan {
              std::span<std::byte> workspace) const;
 
   std::string_view kernel_name() const;
-  /// Which kernel runs, why each better one does not, the sizes of all workspace buffers.
+  /// Which kernel runs, why each other one does not, the sizes of all workspace buffers.
   std::string describe() const;
 
  private:

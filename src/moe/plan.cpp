@@ -11,7 +11,7 @@ struct MoePlan::State {
   Device device;
   const KernelInfo* kernel = nullptr;
   WorkspaceLayout layout;
-  std::vector<std::string> refused;  ///< better kernels, and why they do not run
+  std::vector<std::string> refused;  ///< the other kernels, and why they do not run
 };
 
 Operand effective_activation(SchemeId id, const MoeSpec& spec, const PlanOptions& options) {
@@ -40,9 +40,10 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
     std::string why = kernel.refuses(spec, state->options);
     if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
       why = fmt::format("the caller asks for '{}'", options.kernel);
+    if (why.empty() && state->kernel != nullptr) why = "a better one runs";
     if (why.empty()) {
       state->kernel = &kernel;
-      break;
+      continue;
     }
     state->refused.push_back(fmt::format("{}: {}", kernel.name, why));
   }
