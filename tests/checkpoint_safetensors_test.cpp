@@ -102,6 +102,9 @@ TEST(Safetensors, Metadata) {
   expect_bad(safetensors(R"({"__metadata__":["x"]})"), {"__metadata__", "object"});
   expect_bad(safetensors(R"({"__metadata__":{"k":1}})"), {"__metadata__", "'k'", "1", "string"});
   expect_bad(safetensors(R"({"__metadata__":{"k":{"a":"b"}}})"), {"__metadata__", "'k'", "string"});
+  std::string many = R"({"__metadata__":{"k":"")";
+  for (int i = 0; i < 1 << 16; ++i) many += ",\"" + std::to_string(i) + "\":\"\"";
+  expect_bad(safetensors(many + "}}"), {"__metadata__", "65536"});
 }
 
 TEST(Safetensors, Members) {

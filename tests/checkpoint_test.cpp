@@ -267,7 +267,7 @@ TEST(CheckpointFiles, ChangedBytes) {
   for (const fs::path& file : files) {
     const std::string good = load_file(file);
     const std::size_t end = std::min<std::size_t>(good.size(), 1200);  // the header, or all of the config
-    for (int i = 0; i < 1500; ++i) {
+    for (int i = 0; i < 300; ++i) {
       std::string bad = good;
       for (int change = random() % 3; change >= 0; --change)
         bad[random() % end] = "0123456789[]{}:,\"-.e\0\xff"[random() % 22];
@@ -288,8 +288,8 @@ TEST(CheckpointFiles, ChangedBytes) {
     }
     save_file(file, good);
   }
-  EXPECT_GT(refused, 1000);
-  EXPECT_GT(accepted, 10);
+  EXPECT_GT(refused, 200);
+  EXPECT_GT(accepted, 5);
 }
 
 // --- Tensors ---

@@ -15,6 +15,7 @@ namespace gatefold {
 namespace {
 
 constexpr std::size_t max_rank = 64;
+constexpr std::size_t max_metadata = 1 << 16;
 
 /// Collects the entries; offsets stay relative to the data.
 class HeaderVisitor final : public JsonVisitor {
@@ -30,6 +31,8 @@ class HeaderVisitor final : public JsonVisitor {
     if (in_metadata()) {
       if (!value.is_string())
         return error(fmt::format("{}: {} is no string", quote(key(1)), show_json(value)));
+      if (header.metadata.size() == max_metadata)
+        return error(fmt::format("more than {} entries", max_metadata));
       header.metadata.emplace(key(1), value.get<std::string>());
       return {};
     }

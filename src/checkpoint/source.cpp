@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::uint64_t max_index_bytes = 512'000'000;
+constexpr std::uint64_t max_index_bytes = 100'000'000;
 constexpr std::string_view single_name = "model.safetensors";
 constexpr std::string_view index_name = "model.safetensors.index.json";
 
