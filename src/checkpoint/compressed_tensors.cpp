@@ -348,7 +348,7 @@ class Reader final : public LinearReader {
 bool recognises(const nlohmann::json& quantization) {
   if (!quantization.is_object()) return false;
   const auto method = quantization.find("quant_method");
-  return method != quantization.end() && (*method == "compressed-tensors" || *method == "gatefold");
+  return method != quantization.end() && *method == "compressed-tensors";
 }
 
 Result<std::unique_ptr<LinearReader>> open(const Source& source, const nlohmann::json& quantization,

@@ -15,7 +15,7 @@
 
 namespace gatefold::compressed_tensors {
 
-/// Reads quant_method "compressed-tensors" and our extension of it, "gatefold".
+/// Reads quant_method "compressed-tensors".
 extern const Convention convention;
 
 /// One tensor of a matrix; its name is the module's and this suffix.
@@ -32,9 +32,9 @@ std::vector<StoredTensor> layout(const QuantizedMatrix& matrix);
 /// Their bytes, in the order of layout().
 Result<std::vector<std::vector<std::byte>>> store(QuantizedMatrix matrix);
 
-/// The quantization_config of a model whose Linear layers, except `ignore`, are stored in the scheme. Its
-/// quant_method is "gatefold" where compressed-tensors cannot say what is stored, so that other software
-/// refuses the checkpoint instead of misreading it. `static_input`: the matrices have an input scale.
+/// The quantization_config of a model whose Linear layers, except `ignore`, are stored in the scheme. Where
+/// compressed-tensors cannot say what is stored, an argument of our own does, which makes other software
+/// refuse the checkpoint instead of misreading it. `static_input`: the matrices have an input scale.
 nlohmann::ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore,
                               bool static_input = false);
 

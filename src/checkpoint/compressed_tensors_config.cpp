@@ -72,6 +72,8 @@ ordered_json to_args(const Operand& operand, bool is_weight, bool static_input) 
   if (static_input && operand.tensor_scale.stored()) args["dynamic"] = "local";
   if (operand.scale == formats::ue8m0) args["scale_dtype"] = "torch.uint8";
   if (operand.scale == formats::ue4m3) args["scale_dtype"] = "torch.float8_e4m3fn";
+  // Our extension, for what num_bits and type cannot say. The packages refuse arguments that they do not
+  // know; a quant_method of our own they would ignore with a warning, and misread the weights.
   if (operand.value.is_float() && operand.value != implied_value(true, operand.value.bits))
     args["element"] = name(operand.value);
   return args;
@@ -220,8 +222,7 @@ ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore
   const ordered_json weights = to_args(scheme.weight, true, false);
   ordered_json input = nullptr;
   if (scheme.quantizes_activations()) input = to_args(scheme.activation, false, static_input);
-  const bool extended = weights.contains("element") || input.contains("element");
-  return {{"quant_method", extended ? "gatefold" : "compressed-tensors"},
+  return {{"quant_method", "compressed-tensors"},
           {"format", format},
           {"quantization_status", "compressed"},
           {"config_groups",
