@@ -97,6 +97,16 @@ CLI::Option* add_scheme(CLI::App* command, std::optional<SchemeId>& scheme, cons
   return command->add_option_function<std::string>("--scheme", parse, description)->type_name("SCHEME");
 }
 
+std::string parse_schemes(const std::string& list, std::vector<SchemeId>& schemes) {
+  schemes.clear();
+  for (const std::string& name : CLI::detail::split(list, ',')) {
+    const auto id = find_scheme(name);
+    if (!id) return fmt::format("{} is not a scheme (gatefold schemes lists them)", name);
+    schemes.push_back(*id);
+  }
+  return {};
+}
+
 void add_quantize_options(CLI::App* command, QuantizeOptions& options) {
   command->add_flag("--scale-search", options.scale_search, "Search the scales with the least squared error");
   command->add_flag("--allow-nonfinite", options.allow_nonfinite, "Go on when weights are NaN or Inf");

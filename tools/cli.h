@@ -30,6 +30,7 @@ class Cli {
 
   Cli();
   CLI::App& app() { return app_; }
+  int threads() const { return threads_; }  ///< --threads
   CLI::App* add(const std::string& name, const std::string& description, Action action);
   int run(int argc, char** argv);
 
@@ -47,12 +48,15 @@ void add_run(Cli& cli);
 void add_eval(Cli& cli);
 void add_generate(Cli& cli);
 void add_compare(Cli& cli);
+void add_bench(Cli& cli);
 void add_completion(Cli& cli);
 
 /// Options that several subcommands have.
 CLI::Option* add_directory(CLI::App* command, std::string& directory);
 CLI::Option* add_scheme(CLI::App* command, std::optional<SchemeId>& scheme, const std::string& description);
 
+/// "mxfp4,nvfp4"; returns what is wrong, or nothing.
+std::string parse_schemes(const std::string& list, std::vector<SchemeId>& schemes);
 void add_quantize_options(CLI::App* command, QuantizeOptions& options);
 void add_run_options(CLI::App* command, Precision& precision, bool& weights_only);
 

@@ -89,16 +89,6 @@ Status run(const Options& options, Json* json) {
   return {};
 }
 
-/// "mxfp4,nvfp4"
-std::string parse_schemes(const std::string& list, std::vector<SchemeId>& schemes) {
-  for (const std::string& name : CLI::detail::split(list, ',')) {
-    const auto id = find_scheme(name);
-    if (!id) return fmt::format("{} is not a scheme (gatefold schemes lists them)", name);
-    schemes.push_back(*id);
-  }
-  return {};
-}
-
 }  // namespace
 
 void add_compare(Cli& cli) {

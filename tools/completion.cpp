@@ -32,18 +32,26 @@ struct Command {
   std::string argument_words;
 };
 
+/// Option groups are applications without a name within the subcommand's.
+void collect(const CLI::App& app, Command& command) {
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->get_positional()) {
+      command.directory_argument |= takes_directory(*option);
+      command.argument_words += words_of(*option);
+    } else if (!option->check_lname("version")) {
+      command.options.push_back(option);
+    }
+  }
+  for (const CLI::App* group :
+       app.get_subcommands([](const CLI::App* sub) { return sub->get_name().empty(); }))
+    collect(*group, command);
+}
+
 std::vector<Command> commands(const CLI::App& app) {
   std::vector<Command> result;
   for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; })) {
     Command command{sub->get_name(), sub->get_description(), {}, false, {}};
-    for (const CLI::Option* option : sub->get_options()) {
-      if (option->get_positional()) {
-        command.directory_argument |= takes_directory(*option);
-        command.argument_words += words_of(*option);
-      } else {
-        command.options.push_back(option);
-      }
-    }
+    collect(*sub, command);
     for (const CLI::Option* option : app.get_options())
       if (!option->check_lname("help") && !option->check_lname("version")) command.options.push_back(option);
     result.push_back(std::move(command));

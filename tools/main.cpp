@@ -9,6 +9,7 @@ int main(int argc, char** argv) {
   gatefold::cli::add_eval(cli);
   gatefold::cli::add_generate(cli);
   gatefold::cli::add_compare(cli);
+  gatefold::cli::add_bench(cli);
   gatefold::cli::add_completion(cli);
   return cli.run(argc, argv);
 }

@@ -7,7 +7,7 @@
 namespace gatefold::cli {
 
 /// Progress on stderr: a bar with rate and remaining time on a terminal, else a plain line every ten seconds.
-/// Thread-safe.
+/// For one thread at a time.
 class Progress {
  public:
   /// Counts are shown divided by `scale`, in `unit` ("GB", 1e9).

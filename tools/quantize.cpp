@@ -22,7 +22,11 @@ Status quantize(const Options& options, Json* json) {
   convert_options.cancelled = DeferInterrupts::pending;
 
   const DeferInterrupts defer;
-  Progress progress(fmt::format("quantize to {}", scheme(*options.scheme).name), "GB", 1e9);
+  std::uint64_t bytes = 0;
+  for (const TensorEntry& tensor : source->tensors()) bytes += tensor.bytes();
+  const bool small = bytes < 1'000'000'000;
+  Progress progress(fmt::format("quantize to {}", scheme(*options.scheme).name), small ? "MB" : "GB",
+                    small ? 1e6 : 1e9);
   const Result<ConvertReport> report =
       convert(*source, options.destination, convert_options,
               [&](const ConvertProgress& p) { progress.set(p.done_bytes, p.total_bytes); });

@@ -1,7 +1,10 @@
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "checkpoint/compressed_tensors.h"
 #include "gatefold/quantize.h"
+#include "moe/kernel.h"
 #include "tools/cli.h"
 
 namespace gatefold::cli {
@@ -9,7 +12,7 @@ namespace {
 
 /// One line of the listing; `--markdown` prints what README.md holds between its markers.
 struct Line {
-  std::string name, weights, activations, bits, stored_as;
+  std::string name, weights, activations, bits, stored_as, kernels;
 };
 
 std::string stored_as(const Scheme& scheme) {
@@ -19,12 +22,25 @@ std::string stored_as(const Scheme& scheme) {
   return config.at("quant_method") == "compressed-tensors" ? format : format + " (gatefold)";
 }
 
+/// The instruction sets that have a kernel of their own: "cpu.avx512.int4_g128" says avx512.
+std::vector<std::string> kernels(SchemeId id) {
+  std::vector<std::string> sets;
+  for (const KernelInfo& kernel : cpu_kernels()) {
+    const std::size_t begin = kernel.name.find('.') + 1;
+    std::string set = kernel.name.substr(begin, kernel.name.find('.', begin) - begin);
+    if (kernel.scheme == id && std::find(sets.begin(), sets.end(), set) == sets.end())
+      sets.push_back(std::move(set));
+  }
+  return sets;
+}
+
 std::vector<Line> lines() {
   std::vector<Line> result;
   for (const Scheme& scheme : all_schemes())
     result.push_back({std::string(scheme.name), describe(scheme.weight, true),
                       describe(scheme.activation, false),
-                      fmt::format("{:.4g}", bits_per_weight(scheme, 4096, 4096)), stored_as(scheme)});
+                      fmt::format("{:.4g}", bits_per_weight(scheme, 4096, 4096)), stored_as(scheme),
+                      fmt::format("{}", fmt::join(kernels(*find_scheme(scheme.name)), ", "))});
   return result;
 }
 
@@ -36,6 +52,7 @@ Json to_json() {
                     {"activations", describe(scheme.activation, false)},
                     {"bits_per_weight", bits_per_weight(scheme, 4096, 4096)},
                     {"stored_as", stored_as(scheme)},
+                    {"kernels", kernels(*find_scheme(scheme.name))},
                     {"batch_dependent", scheme.batch_dependent()}});
   return {{"schemes", rows}};
 }
@@ -44,15 +61,21 @@ Status list(bool markdown, Json* json) {
   if (json != nullptr) {
     *json = to_json();
   } else if (markdown) {
-    fmt::print("| scheme | weights | activations | bits per weight | stored as |\n|---|---|---|---|---|\n");
+    fmt::print(
+        "| scheme | weights | activations | bits per weight | stored as | CPU kernels "
+        "|\n|---|---|---|---|---|---|\n");
     for (const Line& line : lines())
-      fmt::print("| `{}` | {} | {} | {} | {} |\n", line.name, line.weights, line.activations, line.bits,
-                 line.stored_as);
+      fmt::print("| `{}` | {} | {} | {} | {} | {} |\n", line.name, line.weights, line.activations, line.bits,
+                 line.stored_as, line.kernels);
   } else {
-    const Table table(
-        {{"scheme", -16}, {"weights", -35}, {"activations", -32}, {"bits", 5}, {"stored as", -1}});
+    const Table table({{"scheme", -16},
+                       {"weights", -35},
+                       {"activations", -32},
+                       {"bits", 5},
+                       {"stored as", -26},
+                       {"CPU kernels", -1}});
     for (const Line& line : lines())
-      table.row({line.name, line.weights, line.activations, line.bits, line.stored_as});
+      table.row({line.name, line.weights, line.activations, line.bits, line.stored_as, line.kernels});
   }
   return {};
 }

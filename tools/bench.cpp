@@ -1,0 +1,126 @@
+#include "gatefold/bench.h"
+
+#include <fmt/format.h>
+
+#include "tools/cli.h"
+
+namespace gatefold::cli {
+namespace {
+
+Json to_json(const BenchRow& row) {
+  return {{"scheme", row.scheme},
+          {"kernel", row.kernel},
+          {"tokens", row.tokens},
+          {"runs", row.runs},
+          {"us_median", row.us_median},
+          {"us_min", row.us_min},
+          {"us_max", row.us_max},
+          {"weight_bytes", row.weight_bytes},
+          {"gb_per_s", row.gb_per_s},
+          {"read_gb_per_s", row.read_gb_per_s},
+          {"read_ratio", row.read_ratio},
+          {"gflop_per_s", row.gflop_per_s},
+          {"multiply_gflop_per_s", row.multiply_gflop_per_s},
+          {"multiply_ratio", row.multiply_ratio}};
+}
+
+void print_row(const Table& table, const BenchRow& row) {
+  table.row({std::string(row.scheme), fmt::to_string(row.tokens), fmt::format("{:.0f}", row.us_median),
+             fmt::format("{:.0f}", row.us_min), fmt::format("{:.0f}", row.us_max),
+             human_bytes(row.weight_bytes), fmt::format("{:.2f}", row.gb_per_s),
+             fmt::format("{:.3f}", row.read_ratio), fmt::format("{:.1f}", row.gflop_per_s),
+             fmt::format("{:.3f}", row.multiply_ratio)});
+}
+
+Status run(const BenchOptions& options, Json* json) {
+  std::optional<Table> table;
+  if (json == nullptr) {
+    const BenchShape& shape = options.shape;
+    fmt::print("{}: hidden {}, width {}, {} experts, {} per token\n", shape.name, shape.hidden,
+               shape.intermediate, shape.experts, shape.top_k);
+    table.emplace(std::vector<Table::Column>{{"scheme", -16},
+                                             {"tokens", 6},
+                                             {"us", 9},
+                                             {"min", 9},
+                                             {"max", 9},
+                                             {"weights", 9},
+                                             {"GB/s", 7},
+                                             {"of read", 7},
+                                             {"GFLOP/s", 8},
+                                             {"of mul", 6}});
+  }
+  const auto rows = bench(options, [&](const BenchRow& row) {
+    if (table) print_row(*table, row);
+  });
+  if (!rows) return rows.status();
+  if (json != nullptr) {
+    *json = {{"model", options.shape.name}, {"rows", Json::array()}};
+    for (const BenchRow& row : *rows) (*json)["rows"].push_back(to_json(row));
+  } else if (!rows->empty()) {
+    fmt::print(
+        "\"of read\", \"of mul\": of what this machine reads ({:.1f} GB/s) and multiplies ({:.0f} GFLOP/s) "
+        "at best, in the same run\n",
+        rows->back().read_gb_per_s, rows->back().multiply_gflop_per_s);
+  }
+  return {};
+}
+
+std::string preset_names() {
+  std::string names;
+  for (const BenchShape& preset : bench_presets()) names += (names.empty() ? "" : ",") + preset.name;
+  return names;
+}
+
+std::string choose_preset(const std::string& name, BenchShape& shape) {
+  for (const BenchShape& preset : bench_presets())
+    if (preset.name == name) {
+      shape = preset;
+      return {};
+    }
+  return fmt::format("{} is none of {}", name, preset_names());
+}
+
+}  // namespace
+
+void add_bench(Cli& cli) {
+  auto options = std::make_shared<BenchOptions>();
+  CLI::App* command =
+      cli.add("bench", "Time whole MoE layers on random weights", [options, &cli](Json* json) {
+        options->threads = cli.threads();
+        return run(*options, json);
+      });
+  auto* shape = command->add_option_group("shape", "One of")->require_option(1);
+  shape->add_option("--model", "The layers of a published model")
+      ->check(
+          CLI::Validator([options](const std::string& name) { return choose_preset(name, options->shape); },
+                         "{" + preset_names() + "}"))
+      ->type_name("");
+  shape
+      ->add_option_function<std::vector<int>>(
+          "--shape",
+          [options](const std::vector<int>& sizes) {
+            options->shape = {"custom", sizes[0], sizes[1], sizes[2], sizes[3]};
+          },
+          "Hidden size, expert width, experts, experts per token")
+      ->delimiter(',')
+      ->expected(4)
+      ->check(CLI::PositiveNumber)
+      ->type_name("H,I,E,K");
+  command->add_option("--scheme", "Comma-separated")
+      ->required()
+      ->check([options](const std::string& list) { return parse_schemes(list, options->schemes); })
+      ->type_name("SCHEME,...");
+  command->add_option("--tokens", options->tokens, "Tokens per call, comma-separated")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("T,...")
+      ->default_str("1,8,64,512");
+  command->add_option("--seconds", options->seconds, "Per row, at least")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_option("--weight-bytes", options->weight_bytes, "Memory for weights: layers repeat up to this")
+      ->transform(CLI::AsSizeValue(true))
+      ->default_str("3GB");
+}
+
+}  // namespace gatefold::cli
