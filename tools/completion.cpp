@@ -24,6 +24,9 @@ std::string words_of(const CLI::Option& option) {
 bool takes_directory(const CLI::Option& option) {
   return option.get_type_name().find("DIR") != std::string::npos;
 }
+bool takes_file(const CLI::Option& option) {
+  return option.get_type_name().find("FILE") != std::string::npos;
+}
 
 struct Command {
   std::string name, description;
@@ -38,7 +41,7 @@ void collect(const CLI::App& app, Command& command) {
     if (option->get_positional()) {
       command.directory_argument |= takes_directory(*option);
       command.argument_words += words_of(*option);
-    } else if (!option->check_lname("version")) {
+    } else if (!app.get_name().empty() || !option->check_lname("help")) {
       command.options.push_back(option);
     }
   }
@@ -78,9 +81,11 @@ std::string bash(const std::vector<Command>& all) {
       const std::string words = words_of(*option);
       values +=
           fmt::format("    {}:{}) ", command.name, fmt::join(spelled, fmt::format("|{}:", command.name)));
-      values += words.empty() ? fmt::format("COMPREPLY=($(compgen {} -- \"$cur\")) ;;\n",
-                                            takes_directory(*option) ? "-d" : "-f")
-                              : fmt::format("COMPREPLY=($(compgen -W '{}' -- \"$cur\")) ;;\n", words);
+      const std::string reply = !words.empty()             ? fmt::format("-W '{}'", words)
+                                : takes_directory(*option) ? "-d"
+                                : takes_file(*option)      ? "-f"
+                                                           : "-W ''";
+      values += fmt::format("COMPREPLY=($(compgen {} -- \"$cur\")) ;;\n", reply);
     }
     options += fmt::format("    {}) words='{}' files={} ;;\n", command.name, own,
                            command.directory_argument ? "-d" : "-f");
@@ -125,8 +130,10 @@ std::string zsh(const std::vector<Command>& all) {
       const std::string words = words_of(*option);
       std::string value;
       if (option->get_items_expected_max() > 0)
-        value = words.empty() ? (takes_directory(*option) ? ":value:_files -/" : ":value:_files")
-                              : fmt::format(":value:({})", words);
+        value = !words.empty()             ? fmt::format(":value:({})", words)
+                : takes_directory(*option) ? ":value:_files -/"
+                : takes_file(*option)      ? ":value:_files"
+                                           : ":value:";
       for (const std::string& name : spellings(*option))
         cases += fmt::format(" \\\n      '{}[{}]{}'", name, quoted(option->get_description()), value);
     }
@@ -176,7 +183,7 @@ std::string fish(const std::vector<Command>& all) {
       for (const std::string& name : option->get_lnames()) script += " -l " + name;
       if (option->get_items_expected_max() > 0) {
         const std::string words = words_of(*option);
-        script += words.empty() ? " -r -F" : fmt::format(" -x -a '{}'", words);
+        script += !words.empty() ? fmt::format(" -x -a '{}'", words) : takes_file(*option) ? " -r -F" : " -x";
       }
       script += fmt::format(" -d '{}'\n", escaped(option->get_description()));
     }
