@@ -190,15 +190,20 @@ class Golden : public testing::TestWithParam<const char*> {
       read_tensor<std::int32_t>(directory + "/reference.safetensors", "input_ids");
 };
 
+// In one step and in several; also beyond max_positions.
 TEST_P(Golden, MatchesTransformers) {
-  const Decoder decoder = load_decoder(directory, {.precision = Precision::f32});
-  EXPECT_FALSE(decoder.byte_level());
-  const std::vector<float> logits = trace(decoder, ids).logits;
-  const std::size_t vocab = decoder.config().vocab;
-  std::vector<float> rows;
-  for (const int row : read_tensor<std::int32_t>(directory + "/reference.safetensors", "rows"))
-    rows.insert(rows.end(), logits.begin() + row * vocab, logits.begin() + (row + 1) * vocab);
-  EXPECT_LE(relative_l2(rows, read_tensor<float>(directory + "/reference.safetensors", "logits")), 1e-5);
+  const std::string reference = directory + "/reference.safetensors";
+  for (const int max_tokens : {512, 50}) {
+    const Decoder decoder = load_decoder(directory, {.precision = Precision::f32, .max_tokens = max_tokens});
+    EXPECT_FALSE(decoder.byte_level());
+    EXPECT_LT(decoder.config().max_positions, static_cast<int>(ids.size()));
+    const std::vector<float> logits = trace(decoder, ids).logits;
+    const std::size_t vocab = decoder.config().vocab;
+    std::vector<float> rows;
+    for (const int row : read_tensor<std::int32_t>(reference, "rows"))
+      rows.insert(rows.end(), logits.begin() + row * vocab, logits.begin() + (row + 1) * vocab);
+    EXPECT_LE(relative_l2(rows, read_tensor<float>(reference, "logits")), 1e-5);
+  }
 }
 
 TEST_P(Golden, SameBitsForEverySplit) {
@@ -257,6 +262,33 @@ TEST(BadModel, MissingTensor) {
   expect_error(load_changed("qwen2-moe-dynamic", "model.safetensors", "layers.0.self_attn.v_proj.bias",
                             "layers.0.self_attn.v_proj.bios"),
                Code::bad_file, {"model.layers.0.self_attn.v_proj.bias"});
+}
+
+// A token whose embedding is NaN spoils its sequence, and no other.
+TEST(BadModel, ClearForgetsNaN) {
+  const std::string source = golden_models + "/mixtral-sliding-llama3";
+  const TemporaryDirectory directory;
+  directory.copy(source + "/config.json");
+  std::string content = read_file(source + "/model.safetensors");
+  const auto header = parse_safetensors_header(std::as_bytes(std::span(content)), content.size(), "model");
+  ASSERT_TRUE(header);
+  for (const TensorEntry& entry : header->tensors)
+    if (entry.name == "model.embed_tokens.weight")
+      content.replace(entry.begin + 5 * 32 * 2, 32 * 2, std::string(32 * 2, '\xff'));
+  directory.write("model.safetensors", content);
+
+  const Decoder decoder = load_decoder(directory.string());
+  Sequence sequence = decoder.new_sequence();
+  std::vector<float> logits(64);
+  ASSERT_TRUE(decoder.forward(std::vector<std::int32_t>(40, 5), sequence, logits).ok());
+  EXPECT_TRUE(std::isnan(logits[0]));
+  sequence.clear();
+  const std::vector<std::int32_t> tokens = {1, 2, 3};
+  ASSERT_TRUE(decoder.forward(tokens, sequence, logits).ok());
+  Sequence fresh = decoder.new_sequence();
+  std::vector<float> expected(64);
+  ASSERT_TRUE(decoder.forward(tokens, fresh, expected).ok());
+  EXPECT_EQ(logits, expected);
 }
 
 TEST(BadModel, WrongShape) {
