@@ -69,6 +69,26 @@ TEST_F(Eval, EqualsTheLossOfTheLogits) {
   EXPECT_NEAR(result->nats_per_token, total / 57, 1e-9);
 }
 
+// Quantizing on load, and quantizing to a file that is then loaded: the same bits, for every scheme.
+TEST_F(Eval, OnLoadEqualsConverted) {
+  const auto tokens = text(256);
+  for_each_scheme([&]<class Tag>() {
+    SCOPED_TRACE(Tag::scheme.name);
+    if (!Tag::scheme.weight.quantized()) return;
+    const TemporaryDirectory directory;
+    ConvertOptions options;
+    options.scheme = Tag::id;
+    const auto report = convert(open_checkpoint(tiny_moe), directory / "converted", options);
+    ASSERT_TRUE(report) << report.status().message();
+    const Decoder stored = load_decoder((directory / "converted").string());
+    EXPECT_EQ(stored.scheme(), Tag::id);
+    const auto from_file = evaluate(stored, tokens, {.window = 128});
+    const auto on_load = evaluate(load_decoder(tiny_moe, {.scheme = Tag::id}), tokens, {.window = 128});
+    ASSERT_TRUE(from_file && on_load);
+    EXPECT_EQ(from_file->nats_per_token, on_load->nats_per_token);
+  });
+}
+
 TEST_F(Eval, SameBitsForEveryThreadCount) {
   const auto tokens = text(1024);
   const auto one = evaluate(load_decoder(tiny_moe, {.threads = 1}), tokens, {});
