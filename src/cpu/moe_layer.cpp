@@ -121,7 +121,8 @@ struct Job {
   }
 };
 
-/// One thread's view of a call. Every thread of the team runs `run`; the phases are separated by barriers.
+/// One thread's view of a call. Every thread of the team runs `run`; the phases are separated by barriers
+/// (`single`, and the loops of gate_up and down, end with one).
 class Layer {
  public:
   Layer(Isa isa, const MoeCall& call, const Buffers& b)
@@ -167,7 +168,7 @@ class Layer {
   void load_and_route() {
     const MatrixView& in = call_.inputs.hidden;
     float* hidden = b_.hidden.at(base_);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (std::int64_t t = 0; t < tokens_; ++t) {
       float* row = hidden + t * hidden_k_;
       kernels_.widen(in.dtype, in.data, t * spec_.hidden, spec_.hidden, row);
@@ -402,7 +403,7 @@ class Layer {
     const Format format = out.dtype == DType::f32   ? formats::f32
                           : out.dtype == DType::f16 ? formats::f16
                                                     : formats::bf16;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (std::int64_t t = 0; t < tokens_; ++t) {
       float* sum = b_.hidden.at(base_) + t * hidden_k_;
       const float share = shared_weight(sum);
