@@ -29,8 +29,10 @@ TEST(Safetensors, ReadsEveryDtype) {
   std::vector<FileTensor> tensors;
   for (int i = 0; i <= static_cast<int>(DType::u64); ++i) {
     const auto dtype = static_cast<DType>(i);
-    tensors.push_back(
-        {"t" + std::to_string(i), std::string(name(dtype)), {2, 4}, std::string(bits(dtype), 'x')});
+    tensors.push_back({std::string(1, static_cast<char>('a' + i)),
+                       std::string(name(dtype)),
+                       {2, 4},
+                       std::string(bits(dtype), 'x')});
   }
   const std::string file = safetensors(tensors);
   const auto header = parse(file);
