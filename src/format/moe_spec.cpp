@@ -17,7 +17,8 @@ Status check_routing(const Routing& routing, int experts, int top_k) {
   if (top_k < 1 || top_k > experts)
     return invalid(fmt::format("top_k {} is not in [1, {}], the number of experts", top_k, experts));
   if (routing.groups < 1 || routing.groups > 64 || experts % routing.groups != 0)
-    return invalid(fmt::format("{} experts cannot be divided into {} groups (at most 64)", experts, routing.groups));
+    return invalid(
+        fmt::format("{} experts cannot be divided into {} groups (at most 64)", experts, routing.groups));
   if (routing.top_groups < 1 || routing.top_groups > routing.groups)
     return invalid(fmt::format("top_groups {} is not in [1, {}], the number of groups", routing.top_groups,
                                routing.groups));
