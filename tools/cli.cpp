@@ -68,14 +68,14 @@ int Cli::run(int argc, char** argv) {
   }
   if (threads_ > 0) omp_set_num_threads(threads_);
   Json json;
-  Status status = action_(json_ ? &json : nullptr);
+  const Status status = action_(json_ ? &json : nullptr);
   if (!status.ok()) {
     fmt::print(stderr, "gatefold: {}\n", status.message());
     json = {{"error", {{"code", code_name(status.code())}, {"message", status.message()}}}};
   }
   // File names and generated text need not be UTF-8.
   if (json_) fmt::print("{}\n", json.dump(2, ' ', false, Json::error_handler_t::replace));
-  if (std::fflush(stdout) != 0) {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
     std::perror("gatefold: stdout");
     return 1;
   }

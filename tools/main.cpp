@@ -1,6 +1,9 @@
+#include <cstdio>
+#include <exception>
+
 #include "tools/cli.h"
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   gatefold::cli::Cli cli;
   gatefold::cli::add_schemes(cli);
   gatefold::cli::add_inspect(cli);
@@ -12,4 +15,7 @@ int main(int argc, char** argv) {
   gatefold::cli::add_bench(cli);
   gatefold::cli::add_completion(cli);
   return cli.run(argc, argv);
+} catch (const std::exception& error) {  // out of memory, or stdout cannot be written
+  std::fprintf(stderr, "gatefold: %s\n", error.what());
+  return 1;
 }

@@ -1,0 +1,395 @@
+"""The command line tool from outside: cli_test.py TOOL SOURCE_DIR"""
+import json
+import os
+import pathlib
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+TOOL, SOURCE = sys.argv[1], pathlib.Path(sys.argv[2])
+TINY = SOURCE / "models/tiny-moe"
+TEXT = (TINY / "valid.txt").read_bytes()[: 4 * 64]
+
+
+def tool(*args, code=0, **kwargs):
+    done = subprocess.run([TOOL, *map(str, args)], capture_output=True, timeout=600, **kwargs)
+    assert done.returncode == code, f"{args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def tool_json(*args, code=0):
+    """The object on stdout; that there is exactly one."""
+    return json.loads(tool(*args, "--json", code=code).stdout)
+
+
+def read_safetensors(path):
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = (entry["dtype"], entry["shape"], data[8 + size + begin : 8 + size + end])
+    return tensors
+
+
+def write_safetensors(path, tensors):
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def floats(content):
+    return struct.unpack(f"<{len(content) // 4}f", content)
+
+
+def relative_error(values, expected):
+    difference = sum((a - b) ** 2 for a, b in zip(values, expected, strict=True))
+    return (difference / sum(b * b for b in expected)) ** 0.5
+
+
+def on_terminal(*args):
+    """stderr of a run that believes it is on a terminal."""
+    leader, follower = pty.openpty()
+    child = subprocess.Popen([TOOL, *map(str, args)], stdout=subprocess.DEVNULL, stderr=follower)
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            part = os.read(leader, 4096)
+        except OSError:  # Linux: the last writer has closed it
+            break
+        if not part:
+            break
+        output += part
+    os.close(leader)
+    assert child.wait() == 0
+    return output.decode(errors="replace")
+
+
+class CliTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.text = self.folder / "text"
+        self.text.write_bytes(TEXT)
+
+    def test_schemes_lists_every_row_of_the_table(self):
+        table = (SOURCE / "include/gatefold/schemes.def").read_text()
+        names = re.findall(r"^GATEFOLD_SCHEME\((\w+),", table, re.M)
+        rows = tool_json("schemes")["schemes"]
+        self.assertEqual([row["name"] for row in rows], names)
+        for row in rows:
+            self.assertTrue(row["kernels"], row)
+        self.assertEqual(next(row for row in rows if row["name"] == "int4_g128")["bits_per_weight"], 4.125)
+        lines = tool("schemes").stdout.decode().splitlines()
+        self.assertEqual([line.split()[0] for line in lines[1:]], names)
+        self.assertEqual(tool("schemes", "--markdown").stdout.decode().count("\n"), len(names) + 2)
+
+    def test_bad_usage_exits_with_2(self):
+        for args in (
+            [],
+            ["nonsense"],
+            ["inspect"],
+            ["inspect", TINY, "--nonsense"],
+            ["schemes", "--cpu", "z80"],
+            ["quantize", TINY, "x"],
+            ["quantize", TINY, "x", "--scheme", "int3"],
+            ["quantize", TINY, "x", "--scheme", "int8", "--shard-size", "many"],
+            ["eval", TINY],
+            ["eval", TINY, "--text", "a", "--tokens", "b"],
+            ["eval", TINY, "--text", self.text, "--window", "1"],
+            ["compare", TINY, "--text", self.text, "--schemes", "int8,int3"],
+            ["generate", TINY, "--prompt", "a", "-n", "-1"],
+            ["generate", TINY, "--prompt", "a", "--temperature", "-1"],
+            ["bench", "--scheme", "int8"],
+            ["bench", "--scheme", "int8", "--shape", "1,2,3"],
+            ["bench", "--scheme", "int8", "--model", "gpt-7"],
+            ["completion", "csh"],
+        ):
+            with self.subTest(args=args):
+                done = tool(*args, code=2)
+                self.assertEqual(done.stdout, b"")
+                self.assertTrue(done.stderr)
+
+    def test_bad_input_exits_with_1_and_names_it(self):
+        missing = self.folder / "missing"
+        write_safetensors(self.folder / "narrow.safetensors", {"hidden": ("F32", [1, 4], bytes(16))})
+        write_safetensors(self.folder / "integers.safetensors", {"hidden": ("I32", [1, 256], bytes(1024))})
+        write_safetensors(self.folder / "other.safetensors", {"output": ("F32", [1, 256], bytes(1024))})
+        run = ["run", TINY, "--layer", 0, "--output", self.folder / "out", "--input"]
+        for args, words in (
+            (["inspect", missing], ["missing"]),
+            (["quantize", missing, self.folder / "q", "--scheme", "int8"], ["missing"]),
+            (["eval", TINY, "--text", missing], ["missing"]),
+            (["eval", TINY, "--text", self.text, "--window", 100000], ["100000", str(len(TEXT))]),
+            (["generate", TINY, "--prompt", ""], ["prompt"]),
+            (run + [missing], ["missing"]),
+            (run + [self.folder / "narrow.safetensors"], ["narrow", "hidden", "[1, 4]", "256"]),
+            (run + [self.folder / "integers.safetensors"], ["integers", "hidden", "I32"]),
+            (run + [self.folder / "other.safetensors"], ["other", "hidden"]),
+        ):
+            with self.subTest(args=args):
+                done = tool(*args, code=1)
+                self.assertEqual(done.stdout, b"")
+                for word in words:
+                    self.assertIn(word, done.stderr.decode())
+                error = tool_json(*args, code=1)["error"]
+                self.assertIn(words[0], error["message"])
+        self.assertFalse((self.folder / "out").exists())
+
+    def test_a_full_disk_is_an_error(self):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run([TOOL, "schemes"], stdout=full, stderr=subprocess.PIPE)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(b"No space", done.stderr)
+
+    def test_inspect(self):
+        found = tool_json("inspect", TINY)
+        self.assertEqual(found["model_type"], "qwen3_moe")
+        self.assertEqual((found["layers"], found["experts"], found["top_k"]), (4, 16, 4))
+        self.assertEqual((found["scheme"], found["convention"]), ("bf16", "unquantized"))
+        self.assertEqual(found["bytes"], sum(group["bytes"] for group in found["groups"]))
+        self.assertEqual(found["tensors"], sum(group["count"] for group in found["groups"]))
+        self.assertEqual(found["largest"][0]["bytes"], 131072)
+        self.assertIn("layers 0-3", tool("inspect", TINY).stdout.decode())
+
+    def test_quantize_and_eval_agree_with_eval_on_load(self):
+        for scheme in ("int4_g32_aint8", "nvfp4", "fp8_tensor_afp8"):
+            with self.subTest(scheme=scheme):
+                target = self.folder / scheme
+                report = tool_json("quantize", TINY, target, "--scheme", scheme)
+                self.assertEqual(report["shards"], 1)
+                self.assertEqual(tool_json("inspect", target)["scheme"], scheme)
+                arguments = ["--text", self.text, "--window", 64]
+                stored = tool_json("eval", target, *arguments)
+                loaded = tool_json("eval", TINY, "--scheme", scheme, *arguments)
+                for key in ("scheme", "bits_per_byte", "nats_per_token", "perplexity", "tokens"):
+                    self.assertEqual(stored[key], loaded[key], key)
+                self.assertEqual(stored["tokens"], 4 * 63)
+                self.assertGreater(stored["seconds"], 0)
+
+    def test_quantize_never_touches_what_exists(self):
+        target = self.folder / "target"
+        target.mkdir()
+        (target / "precious").write_text("x")
+        done = tool("quantize", TINY, target, "--scheme", "int8", code=1)
+        self.assertIn("target", done.stderr.decode())
+        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["target", "text"])
+        self.assertEqual((target / "precious").read_text(), "x")
+
+    def test_shards(self):
+        target = self.folder / "target"
+        report = tool_json("quantize", TINY, target, "--scheme", "mxfp4", "--shard-size", "1MB")
+        shards = sorted(target.glob("*.safetensors"))
+        self.assertEqual(len(shards), report["shards"])
+        self.assertGreater(len(shards), 4)
+        self.assertTrue(all(shard.stat().st_size < 1_100_000 for shard in shards))
+        self.assertTrue((target / "model.safetensors.index.json").exists())
+        self.assertEqual(tool_json("inspect", target)["files"], len(shards))
+
+    def large_checkpoint(self):
+        """About 1 GB of zeros that take no space on the disk."""
+        source = self.folder / "large"
+        source.mkdir()
+        config = json.loads((TINY / "config.json").read_text())
+        layers, experts, hidden, width = 4, 32, 2048, 640
+        config.update(num_hidden_layers=layers, hidden_size=hidden, moe_intermediate_size=width)
+        config["num_experts" if "num_experts" in config else "num_local_experts"] = experts
+        (source / "config.json").write_text(json.dumps(config))
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        head = config["head_dim"]
+        shapes = {"model.embed_tokens.weight": [256, hidden], "model.norm.weight": [hidden]}
+        for layer in range(layers):
+            name = f"model.layers.{layer}."
+            shapes[name + "input_layernorm.weight"] = shapes[name + "post_attention_layernorm.weight"] = [hidden]
+            for key, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                shapes[f"{name}self_attn.{key}_proj.weight"] = [rows * head, hidden]
+            shapes[name + "self_attn.o_proj.weight"] = [hidden, heads * head]
+            shapes[name + "self_attn.q_norm.weight"] = shapes[name + "self_attn.k_norm.weight"] = [head]
+            shapes[name + "mlp.gate.weight"] = [experts, hidden]
+            for expert in range(experts):
+                for key in ("gate", "up"):
+                    shapes[f"{name}mlp.experts.{expert}.{key}_proj.weight"] = [width, hidden]
+                shapes[f"{name}mlp.experts.{expert}.down_proj.weight"] = [hidden, width]
+        header, end = {}, 0
+        for name, shape in shapes.items():
+            begin, end = end, end + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        with open(source / "model.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+        return source
+
+    def test_an_interrupted_conversion_leaves_nothing(self):
+        source = self.large_checkpoint()
+        before = sorted(self.folder.iterdir())
+        child = subprocess.Popen(
+            [TOOL, "quantize", source, self.folder / "target", "--scheme", "int4_g32", "--scale-search", "--threads", "1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        while sorted(self.folder.iterdir()) == before:  # until it has begun to write
+            self.assertIsNone(child.poll())
+            time.sleep(0.002)
+        child.send_signal(signal.SIGINT)
+        stdout, stderr = child.communicate(timeout=120)
+        self.assertEqual(child.returncode, 1, stderr)
+        self.assertIn(b"cancelled", stderr)
+        self.assertEqual(sorted(self.folder.iterdir()), before)
+
+    def test_progress(self):
+        arguments = ["quantize", TINY, self.folder / "q", "--scheme", "int8"]
+        shown = on_terminal(*arguments)
+        self.assertRegex(shown, r"\r.*100 %  14\.\d+ of 14\.\d+ MB .*MB/s .*0 s left")
+        arguments[2] = self.folder / "plain"
+        plain = tool(*arguments).stderr
+        self.assertNotIn(b"\r", plain)
+        self.assertNotIn(b"\033", plain)
+
+    def hidden(self, layer):
+        reference = read_safetensors(TINY / "reference.safetensors")
+        path = self.folder / f"hidden{layer}.safetensors"
+        write_safetensors(path, {"hidden": reference[f"layers.{layer}.mlp.input"]})
+        return path, floats(reference[f"layers.{layer}.mlp.output"][2])
+
+    def test_run_agrees_with_transformers(self):
+        for layer in (0, 3):
+            path, expected = self.hidden(layer)
+            for precision, tolerance in (("f32", 1e-5), ("native", 4e-3)):
+                output = self.folder / f"{layer}.{precision}"
+                tool("run", TINY, "--layer", layer, "--input", path, "--output", output, "--precision", precision)
+                tensors = read_safetensors(output)
+                self.assertEqual(tensors["output"][:2], ("F32", [512, 256]))
+                self.assertEqual(tensors["topk_ids"][:2], ("I32", [512, 4]))
+                self.assertEqual(tensors["topk_weights"][:2], ("F32", [512, 4]))
+                self.assertLess(relative_error(floats(tensors["output"][2]), expected), tolerance)
+
+    def test_run_takes_ids_and_weights(self):
+        path, _ = self.hidden(0)
+        run = ["run", TINY, "--layer", 0, "--scheme", "fp8_block_afp8", "--input"]
+        tool(*run, path, "--output", self.folder / "a")
+        routed = read_safetensors(self.folder / "a")
+        ids = struct.unpack("<2048i", routed["topk_ids"][2])
+        given = self.folder / "given"
+        tensors = {"hidden": read_safetensors(path)["hidden"], "topk_weights": routed["topk_weights"]}
+        write_safetensors(given, {**tensors, "topk_ids": ("I64", [512, 4], struct.pack("<2048q", *ids))})
+        report = tool_json(*run, given, "--output", self.folder / "b")
+        self.assertEqual((report["tokens"], report["scheme"]), (512, "fp8_block_afp8"))
+        self.assertEqual(read_safetensors(self.folder / "b"), routed)
+
+        write_safetensors(given, tensors)
+        self.assertIn(b"topk_ids", tool(*run, given, "--output", self.folder / "c", code=1).stderr)
+        for bad in (16, -1, 1 << 40):
+            content = struct.pack("<2048q", *ids[:-1], bad)
+            write_safetensors(given, {**tensors, "topk_ids": ("I64", [512, 4], content)})
+            message = tool(*run, given, "--output", self.folder / "c", code=1).stderr.decode()
+            self.assertIn(str(bad), message)
+        self.assertFalse((self.folder / "c").exists())
+
+    def test_run_options(self):
+        path, _ = self.hidden(0)
+        output = self.folder / "out"
+        run = ["run", TINY, "--layer", 0, "--input", path, "--output", output]
+        tool(*run)
+        first = output.read_bytes()
+        self.assertIn(b"exists", tool(*run, "--scheme", "int8", code=1).stderr)
+        self.assertEqual(output.read_bytes(), first)
+        tool(*run, "--scheme", "int8_aint8", "--force")
+        quantized = output.read_bytes()
+        self.assertNotEqual(quantized, first)
+        tool(*run, "--scheme", "int8_aint8", "--weights-only", "--force")
+        self.assertNotEqual(output.read_bytes(), quantized)
+        described = tool(*run, "--force", "--describe", "--backend", "portable").stderr.decode()
+        self.assertIn("cpu.portable.bf16", described)
+        self.assertIn("sparc", tool(*run, "--force", "--backend", "sparc", code=1).stderr.decode())
+        self.assertIn("4", tool(*run[:3], 4, *run[4:], "--force", code=1).stderr.decode())
+        portable = tool_json(*run, "--force", "--cpu", "portable")
+        self.assertEqual(portable["kernel"], "cpu.portable.bf16")
+        write_safetensors(path, {"hidden": ("BF16", [0, 256], b"")})
+        self.assertEqual(tool_json(*run, "--force")["tokens"], 0)
+
+    def test_eval_takes_token_ids(self):
+        header = str({"descr": "<i4", "fortran_order": False, "shape": (len(TEXT),)})
+        header = header.ljust(117) + "\n"
+        npy = self.folder / "tokens.npy"
+        npy.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode()
+                        + struct.pack(f"<{len(TEXT)}i", *TEXT))
+        from_ids = tool_json("eval", TINY, "--tokens", npy, "--window", 64)
+        from_text = tool_json("eval", TINY, "--text", self.text, "--window", 64)
+        self.assertEqual(from_ids["bits_per_byte"], from_text["bits_per_byte"])
+
+    def test_generate(self):
+        arguments = ["generate", TINY, "--prompt", "The function returns", "-n", 12]
+        first = tool_json(*arguments, "--scheme", "mxfp4")
+        self.assertEqual(len(first["tokens"]), 12)
+        self.assertEqual(bytes(first["tokens"]).decode(), first["text"])
+        plain = tool(*arguments, "--scheme", "mxfp4").stdout.decode()
+        self.assertEqual(plain, "The function returns" + first["text"] + "\n")
+        drawn = [tool_json(*arguments, "--temperature", 1, "--seed", seed)["tokens"] for seed in (1, 1, 2)]
+        self.assertEqual(drawn[0], drawn[1])
+        self.assertNotEqual(drawn[0], drawn[2])
+        self.assertEqual(tool_json(*arguments[:-1], 0)["tokens"], [])
+
+    def test_compare(self):
+        arguments = ["compare", TINY, "--text", self.text, "--window", 64, "--schemes", "int4_g32,bf16"]
+        rows = tool_json(*arguments)["rows"]
+        self.assertEqual([row["scheme"] for row in rows], ["int4_g32", "bf16"])
+        self.assertEqual((rows[0]["bits_per_weight"], rows[1]["bits_per_weight"]), (4.5, 16))
+        self.assertGreater(rows[0]["kl"], 1e-4)
+        self.assertEqual((rows[1]["kl"], rows[1]["top1_agreement"]), (0, 1))
+        loss = tool_json("eval", TINY, "--text", self.text, "--window", 64)
+        self.assertEqual(rows[1]["bits_per_byte"], loss["bits_per_byte"])
+        lines = tool(*arguments, "--limit", 128).stdout.decode().splitlines()
+        self.assertEqual([line.split()[0] for line in lines], ["scheme", "int4_g32", "bf16"])
+
+    def test_bench(self):
+        arguments = ["--shape", "128,64,4,2", "--scheme", "mxfp4,int8", "--tokens", "1,3", "--seconds", "0.01"]
+        rows = tool_json("bench", *arguments, "--weight-bytes", "1MB")["rows"]
+        self.assertEqual([(r["scheme"], r["tokens"]) for r in rows],
+                         [("mxfp4", 1), ("mxfp4", 3), ("int8", 1), ("int8", 3)])
+        for row in rows:
+            self.assertLessEqual(row["us_min"], row["us_median"])
+            self.assertAlmostEqual(row["read_ratio"], row["gb_per_s"] / row["read_gb_per_s"], places=6)
+            self.assertGreater(min(row["weight_bytes"], row["gb_per_s"], row["gflop_per_s"]), 0)
+
+    def complete(self, *words):
+        """What bash offers for the last of these words."""
+        script = tool("completion", "bash").stdout.decode()
+        script += 'COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); _gatefold; printf "%s\\n" "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", script, "bash", "gatefold", *words], capture_output=True, check=True)
+        self.assertEqual(done.stderr, b"")
+        return done.stdout.decode().split()
+
+    def test_completion(self):
+        help_text = tool("--help").stdout.decode()
+        commands = re.findall(r"^  (\w+) ", help_text.split("Subcommands:")[1], re.M)
+        self.assertEqual(self.complete("")[: len(commands)], commands)
+        self.assertEqual(self.complete("qu"), ["quantize"])
+        self.assertEqual(self.complete("quantize", "a", "b", "--scheme", "nv"), ["nvfp4", "nvfp4_anvfp4"])
+        self.assertEqual(self.complete("eval", str(TINY), "--cpu", "p"), ["portable"])
+        self.assertIn("--temperature", self.complete("generate", "--"))
+        self.assertEqual(self.complete("run", "--input", str(TINY / "conf")), [str(TINY / "config.json")])
+        for shell in ("zsh", "fish"):
+            script = tool("completion", shell).stdout.decode()
+            for command in commands:
+                self.assertIn(command, script)
+
+    def test_version(self):
+        self.assertRegex(tool("--version").stdout.decode(), r"^gatefold \d+\.\d+\.\d+\n$")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1] + sys.argv[3:])
