@@ -33,7 +33,7 @@ namespace {
 /// A random layer: heavy-tailed weights with channels of different size.
 class Layer {
  public:
-  explicit Layer(MoeSpec spec, unsigned seed = 1, bool static_scales = false) : random_(seed) {
+  explicit Layer(MoeSpec spec, unsigned seed = 1, bool static_scales = false) : spec_(spec), random_(seed) {
     LayerVectors vectors;
     vectors.router = numbers(static_cast<std::size_t>(spec.experts) * spec.hidden, 0.1f);
     if (spec.routing.correction_bias) vectors.correction_bias = numbers(spec.experts, 0.2f);
@@ -44,25 +44,30 @@ class Layer {
       vectors.up_bias = numbers(static_cast<std::size_t>(spec.experts) * spec.intermediate, 0.1f);
       vectors.down_bias = numbers(static_cast<std::size_t>(spec.experts) * spec.hidden, 0.1f);
     }
-    const auto source = [&](SchemeId scheme, int intermediate) {
-      return [&, scheme, intermediate](int expert, Projection projection) -> Result<QuantizedMatrix> {
-        const bool down = projection == Projection::down;
-        const std::int64_t n = down ? spec.hidden : intermediate, k = down ? intermediate : spec.hidden;
-        const std::vector<float> w =
-            numbers(static_cast<std::size_t>(n * k), 1.0f / std::sqrt(static_cast<float>(k)));
-        Result<QuantizedMatrix> matrix = quantize(scheme, {w.data(), DType::f32, n, k});
-        if (matrix && static_scales) {
-          const bool two_level = gatefold::scheme(scheme).activation.tensor_scale.stored();
-          const float real = (two_level ? 4.0f / 2688 : 4.0f / 448) * static_cast<float>(1 + expert % 3);
-          matrix->input_scale = two_level ? TensorScale{1 / real, true} : TensorScale{real, false};
-        }
-        return matrix;
-      };
+    const auto matrix = [&](SchemeId scheme, std::int64_t n, std::int64_t k, int expert) {
+      const std::vector<float> w =
+          numbers(static_cast<std::size_t>(n * k), 1.0f / std::sqrt(static_cast<float>(k)));
+      Result<QuantizedMatrix> quantized = quantize(scheme, {w.data(), DType::f32, n, k});
+      EXPECT_TRUE(quantized.ok()) << quantized.status().message();
+      if (static_scales) {
+        const bool two_level = gatefold::scheme(scheme).activation.tensor_scale.stored();
+        const float real = (two_level ? 4.0f / 2688 : 4.0f / 448) * static_cast<float>(1 + expert % 3);
+        quantized->input_scale = two_level ? TensorScale{1 / real, true} : TensorScale{real, false};
+      }
+      return std::move(*quantized);
     };
-    auto packed = ExpertWeights::pack(spec, Device::cpu(), vectors, source(spec.scheme, spec.intermediate),
-                                      source(spec.shared.scheme, spec.shared.intermediate));
-    EXPECT_TRUE(packed.ok()) << packed.status().message();
-    if (packed) weights_ = std::make_unique<ExpertWeights>(std::move(*packed));
+    const auto ffn = [&](SchemeId scheme, int width, int expert) {
+      ReferenceFfn ffn;
+      ffn.gate = matrix(scheme, width, spec.hidden, expert);
+      ffn.up = matrix(scheme, width, spec.hidden, expert);
+      ffn.down = matrix(scheme, spec.hidden, width, expert);
+      return ffn;
+    };
+    reference_.vectors = vectors;
+    for (int e = 0; e < spec.experts; ++e)
+      reference_.routed.push_back(ffn(spec.scheme, spec.intermediate, e));
+    if (spec.shared.intermediate != 0)
+      reference_.shared = ffn(spec.shared.scheme, spec.shared.intermediate, 0);
   }
 
   std::vector<float> numbers(std::size_t count, float size) {
@@ -72,12 +77,25 @@ class Layer {
     return out;
   }
 
-  const ExpertWeights& weights() const { return *weights_; }
-  const MoeSpec& spec() const { return weights_->spec(); }
+  /// Packed for the kernel that runs with these options.
+  ExpertWeights weights(const PlanOptions& options) const {
+    const auto from = [](const ReferenceFfn& ffn, Projection projection) -> Result<QuantizedMatrix> {
+      return projection == Projection::gate ? ffn.gate : projection == Projection::up ? ffn.up : ffn.down;
+    };
+    auto packed = ExpertWeights::pack(
+        spec_, Device::cpu(), reference_.vectors,
+        [&](int expert, Projection projection) { return from(reference_.routed[expert], projection); },
+        [&](int, Projection projection) { return from(reference_.shared, projection); }, options);
+    EXPECT_TRUE(packed.ok()) << packed.status().message();
+    return std::move(*packed);
+  }
+  const ReferenceWeights& reference() const { return reference_; }
+  const MoeSpec& spec() const { return spec_; }
 
  private:
+  MoeSpec spec_;
   std::mt19937 random_;
-  std::unique_ptr<ExpertWeights> weights_;
+  ReferenceWeights reference_;
 };
 
 MoeSpec small_spec(SchemeId scheme) {
@@ -106,7 +124,7 @@ Output run(const Layer& layer, const PlanOptions& options, const std::vector<flo
   const std::int64_t tokens = static_cast<std::int64_t>(x.size()) / spec.hidden;
   Output out{std::vector<float>(x.size(), std::nanf("")), std::vector<std::int32_t>(tokens * spec.top_k),
              std::vector<float>(tokens * spec.top_k)};
-  const Status status = plan->run(layer.weights(),
+  const Status status = plan->run(layer.weights(options),
                                   {.hidden = {x.data(), DType::f32, tokens, spec.hidden},
                                    .router_logits = logits.empty() ? nullptr : logits.data(),
                                    .topk_ids = ids.empty() ? nullptr : ids.data(),
@@ -140,18 +158,19 @@ double tolerance(const MoeSpec& spec, const PlanOptions& options) {
   return 2 * (u + std::sqrt(u * step));
 }
 
-std::vector<std::string> isa_names() {
+/// The kernels that can run this here.
+std::vector<std::string> kernel_names(const MoeSpec& spec, const PlanOptions& options) {
   std::vector<std::string> names;
-  for (const Isa isa : all_isas)
-    if (missing(isa).empty() && isa <= best_isa()) names.push_back("cpu." + std::string(name(isa)) + ".");
+  for (const KernelInfo& kernel : cpu_kernels())
+    if (kernel.scheme == spec.scheme && kernel.refuses(spec, options).empty()) names.push_back(kernel.name);
   return names;
 }
 
 /// Every kernel that runs here against the reference.
 void expect_close(const Layer& layer, PlanOptions options, const std::vector<float>& x) {
   const ReferenceResult reference =
-      reference_moe(layer.spec(), options, layer.weights().state(), {.hidden = {x.begin(), x.end()}});
-  for (const std::string& kernel : isa_names()) {
+      reference_moe(layer.spec(), options, layer.reference(), {.hidden = {x.begin(), x.end()}});
+  for (const std::string& kernel : kernel_names(layer.spec(), options)) {
     options.kernel = kernel;
     const Output out = run(layer, options, x);
     EXPECT_EQ(out.ids, reference.topk_ids) << kernel;
@@ -232,7 +251,7 @@ TEST(Moe, SkewedRouting) {
     }
     const PlanOptions options{.max_tokens = 35, .threads = 2, .debug_workspace = true};
     const Output out = run(layer, options, x, {}, ids, weights);
-    const ReferenceResult reference = reference_moe(layer.spec(), options, layer.weights().state(),
+    const ReferenceResult reference = reference_moe(layer.spec(), options, layer.reference(),
                                                     {.hidden = {x.begin(), x.end()},
                                                      .logits = {},
                                                      .topk_ids = ids,
@@ -255,7 +274,7 @@ TEST(Moe, SixteenBitInputsAndOutputs) {
   const Output expected = run(layer, {.max_tokens = 3}, wide);
   const auto plan = MoePlan::create(layer.spec(), {.max_tokens = 3});
   std::vector<std::byte> workspace(plan->workspace_bytes());
-  ASSERT_TRUE(plan->run(layer.weights(), {.hidden = {narrow.data(), DType::bf16, 3, 256}},
+  ASSERT_TRUE(plan->run(layer.weights({}), {.hidden = {narrow.data(), DType::bf16, 3, 256}},
                         {.hidden = {out.data(), DType::bf16, 3, 256}}, workspace)
                   .ok());
   for (std::size_t i = 0; i < x.size(); ++i) EXPECT_EQ(out[i], encode<formats::bf16>(expected.hidden[i]));
@@ -266,11 +285,12 @@ TEST_P(EveryScheme, RunAllocatesNothing) {
   const std::vector<float> x = layer.numbers(4 * 256, 1.0f);
   std::vector<float> y(x.size());
   const auto plan = MoePlan::create(layer.spec(), {.max_tokens = 4, .threads = 2, .debug_workspace = true});
+  const ExpertWeights weights = layer.weights({});
   std::vector<std::byte> workspace(plan->workspace_bytes());
   int during = -1;
   for (int warm = 0; warm < 2; ++warm) {  // the first call starts the threads
     const int before = allocations;
-    const Status status = plan->run(layer.weights(), {.hidden = {x.data(), DType::f32, 4, 256}},
+    const Status status = plan->run(weights, {.hidden = {x.data(), DType::f32, 4, 256}},
                                     {.hidden = {y.data(), DType::f32, 4, 256}}, workspace);
     during = allocations - before;
     ASSERT_TRUE(status.ok()) << status.message();
@@ -289,8 +309,9 @@ TEST(Moe, BadCalls) {
   std::vector<float> x(5 * 256), y(5 * 256);
   std::vector<std::int32_t> ids = {0, 1, 2, 6};
   std::vector<float> weights(4);
+  const ExpertWeights packed = layer.weights({});
   const auto message = [&](const MoeInputs& in, const MoeOutputs& out, std::size_t bytes) {
-    return plan->run(layer.weights(), in, out, std::span(workspace).first(bytes)).message();
+    return plan->run(packed, in, out, std::span(workspace).first(bytes)).message();
   };
   const MatrixView two{x.data(), DType::f32, 2, 256};
   const MoeOutputs out{.hidden = {y.data(), DType::f32, 2, 256}};
@@ -313,7 +334,7 @@ TEST(Moe, BadCalls) {
             std::string::npos);
 
   Layer other(small_spec(SchemeId::nvfp4));
-  EXPECT_FALSE(plan->run(other.weights(), {.hidden = two}, out, workspace).ok());
+  EXPECT_FALSE(plan->run(other.weights({}), {.hidden = two}, out, workspace).ok());
   MoeSpec bad = layer.spec();
   bad.top_k = 7;
   EXPECT_NE(MoePlan::create(bad, {}).status().message().find("7"), std::string::npos);

@@ -61,6 +61,8 @@ Status run(Options options, Json* json) {
   if (!checkpoint) return checkpoint.status();
   const auto source = Source::open_file(options.input);
   if (!source) return source.status();
+  if (options.backend != "cpu") options.plan.kernel = options.backend;
+  options.load.plan = options.plan;
   const auto experts = load_experts(*checkpoint, options.load);
   if (!experts) return experts.status();
   const MoeSpec& spec = experts->spec();
@@ -68,7 +70,6 @@ Status run(Options options, Json* json) {
   if (!input) return input.status();
 
   options.plan.max_tokens = static_cast<int>(std::max<std::int64_t>(input->tokens, 1));
-  if (options.backend != "cpu") options.plan.kernel = options.backend;
   const auto plan = MoePlan::create(spec, options.plan);
   if (!plan) return plan.status();
   if (options.describe) fmt::print(stderr, "{}\n", plan->describe());

@@ -81,7 +81,7 @@ class Decoder {
   SchemeId scheme() const;  ///< of the routed experts, as run
   int threads() const;
   bool byte_level() const;               ///< tokens are bytes: vocab 256 and no tokenizer.json
-  std::uint64_t expert_bytes() const;    ///< all routed experts, packed
+  std::uint64_t expert_bytes() const;    ///< of all routed experts, as a checkpoint stores the scheme
   std::uint64_t expert_weights() const;  ///< how many weights that is
   std::string_view kernel_name() const;  ///< of the MoE layers
 

@@ -56,14 +56,26 @@ struct LayerVectors {
   std::vector<float> gate_bias, up_bias, down_bias;  ///< [E, I], [E, I], [E, H]
 };
 
+struct PlanOptions {
+  int max_tokens = 512;
+  int threads = 0;  ///< 0: OpenMP's default at creation
+  Precision precision = Precision::native;
+  bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
+  bool debug_workspace = false;  ///< canaries around every buffer, poison before each run, checks after
+  std::string kernel = {};       ///< only kernels whose name contains this; empty: the best
+};
+
 /// The weights of one layer, packed for one device: records scheme, packed layout and spec. Immutable after
 /// creation; any number of plans and threads may use it.
 class ExpertWeights {
  public:
-  /// `shared` gives the shared expert's matrices (its `expert` argument is 0); unused if there is none.
-  /// Errors: a matrix whose scheme or shape contradicts the spec.
+  /// Packs for the kernel that a plan with this spec, device and `plan` chooses (precision, weights_only and
+  /// kernel matter). `shared` gives the shared expert's matrices (its `expert` argument is 0); unused if
+  /// there is none. Memory: the packed layer and one matrix. Errors: a matrix whose scheme or shape
+  /// contradicts the spec, no kernel, no memory.
   static Result<ExpertWeights> pack(const MoeSpec& spec, const Device& device, LayerVectors vectors,
-                                    const ExpertSource& routed, const ExpertSource& shared = {});
+                                    const ExpertSource& routed, const ExpertSource& shared = {},
+                                    const PlanOptions& plan = {});
 
   const MoeSpec& spec() const;
   const Device& device() const;
@@ -85,18 +97,10 @@ struct LoadOptions {
   std::optional<SchemeId> scheme;
   Device device;
   QuantizeOptions quantize;
+  PlanOptions plan;  ///< what the weights will be run with: ExpertWeights::pack
 };
 /// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then.
 Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptions& options);
-
-struct PlanOptions {
-  int max_tokens = 512;
-  int threads = 0;  ///< 0: OpenMP's default at creation
-  Precision precision = Precision::native;
-  bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
-  bool debug_workspace = false;  ///< canaries around every buffer, poison before each run, checks after
-  std::string kernel = {};       ///< only kernels whose name contains this; empty: the best
-};
 
 /// Pointers are to row-major arrays of the plan's device. tokens = hidden.rows.
 struct MoeInputs {

@@ -32,4 +32,9 @@ struct TensorRange {
 void round_activations(const RowKernels& kernels, const Operand& operand, const TensorRange& range,
                        const RowScratch& scratch, float* x, std::int64_t k);
 
+/// The same, but x becomes the codes' values without scales. The scales, one per group of the operand, are in
+/// scratch.scales after the call.
+void code_activations(const RowKernels& kernels, const Operand& operand, const TensorRange& range,
+                      const RowScratch& scratch, float* x, std::int64_t k);
+
 }  // namespace gatefold

@@ -2,7 +2,8 @@
 
 #include <vector>
 
-#include "cpu/moe_layer.h"
+#include "cpu/layer.h"
+#include "cpu/panel.h"
 
 namespace gatefold {
 namespace {
@@ -16,14 +17,35 @@ std::string refuses(const MoeSpec&, const PlanOptions&) {
 
 template <Isa I>
 void launch(const MoeCall& call) {
-  cpu_moe_layer(I, call);
+  rows_layer(I, call);
 }
 
 template <Isa I>
 void add_kernels(std::vector<KernelInfo>& list) {
   for_each_scheme([&]<class S>() {
-    list.push_back({fmt::format("cpu.{}.{}", name(I), S::scheme.name), S::id, Device::Kind::cpu, "rows",
-                    refuses<I>, cpu_moe_workspace, launch<I>});
+    list.push_back({fmt::format("cpu.{}.{}", name(I), S::scheme.name), S::id, Device::Kind::cpu, &rows_layout,
+                    refuses<I>, rows_workspace, launch<I>});
+  });
+}
+
+std::string refuses_panels(SchemeId id, const MoeSpec& spec, const PlanOptions& options) {
+  return panels_refuse(scheme(id), effective_activation(id, spec, options));
+}
+
+template <class S>
+std::string panel_refuses(const MoeSpec& spec, const PlanOptions& options) {
+  if (const std::string_view why = panels_missing(); !why.empty()) return std::string(why);
+  if (best_isa() != Isa::avx512) return fmt::format("GATEFOLD_CPU asks for {}", name(best_isa()));
+  if (std::string why = refuses_panels(S::id, spec, options); !why.empty()) return why;
+  if (spec.shared.intermediate == 0) return {};
+  const std::string why = refuses_panels(spec.shared.scheme, spec, options);
+  return why.empty() ? why : fmt::format("shared expert: {}", why);
+}
+
+void add_panel_kernels(std::vector<KernelInfo>& list) {
+  for_each_scheme([&]<class S>() {
+    list.push_back({fmt::format("cpu.avx512bf16.{}", S::scheme.name), S::id, Device::Kind::cpu, &panel_layout,
+                    panel_refuses<S>, panel_workspace, panel_layer});
   });
 }
 
@@ -32,6 +54,7 @@ void add_kernels(std::vector<KernelInfo>& list) {
 std::span<const KernelInfo> cpu_kernels() {
   static const std::vector<KernelInfo> list = [] {
     std::vector<KernelInfo> kernels;
+    add_panel_kernels(kernels);
     add_kernels<Isa::avx512>(kernels);
     add_kernels<Isa::avx2>(kernels);
     add_kernels<Isa::portable>(kernels);

@@ -41,21 +41,35 @@ inline void load_scales(Format format, const std::byte* scales, std::int64_t at,
   });
 }
 
+/// The scales and zero points of a matrix in the canonical layout.
+struct MatrixParts {
+  const Operand& operand;
+  Format scale_format;
+  TensorScale tensor_scale;
+  const std::byte* scales;
+  const std::byte* zero_points;
+
+  MatrixParts(const Operand& o, Format format, TensorScale tensor, const std::byte* s, const std::byte* z)
+      : operand(o), scale_format(format), tensor_scale(tensor), scales(s), zero_points(z) {}
+  explicit MatrixParts(const QuantizedMatrix& m)
+      : MatrixParts(scheme(m.scheme).weight, m.scale_format, m.tensor_scale, m.scales.data(),
+                    m.zero_points.data()) {}
+};
+
 /// The real scale (block times matrix) and zero point of every group of row n: scale_cols of each. A plain
 /// matrix has one group of scale 1. `zeros` is left alone where the scheme has none.
-inline void row_scales(const QuantizedMatrix& matrix, const QuantizedLayout& layout, std::int64_t n,
-                       float* scales, float* zeros) {
-  const Operand& operand = scheme(matrix.scheme).weight;
-  if (!operand.quantized()) {
+inline void row_scales(const MatrixParts& parts, const QuantizedLayout& layout, std::int64_t n, float* scales,
+                       float* zeros) {
+  if (!parts.operand.quantized()) {
     scales[0] = 1.0f;
     return;
   }
-  const std::int64_t band = operand.group.n == 0 ? 0 : n / operand.group.n;
-  load_scales(matrix.scale_format, matrix.scales.data(), band * layout.scale_cols, layout.scale_cols, scales);
-  if (operand.tensor_scale.stored())
-    for (std::int64_t g = 0; g < layout.scale_cols; ++g) scales[g] = matrix.tensor_scale.apply(scales[g]);
+  const std::int64_t band = parts.operand.group.n == 0 ? 0 : n / parts.operand.group.n;
+  load_scales(parts.scale_format, parts.scales, band * layout.scale_cols, layout.scale_cols, scales);
+  if (parts.operand.tensor_scale.stored())
+    for (std::int64_t g = 0; g < layout.scale_cols; ++g) scales[g] = parts.tensor_scale.apply(scales[g]);
   for (std::int64_t g = 0; layout.zero_bytes != 0 && g < layout.scale_cols; ++g) {
-    const auto pair = static_cast<std::uint8_t>(matrix.zero_points[band * layout.zero_row_bytes + g / 2]);
+    const auto pair = static_cast<std::uint8_t>(parts.zero_points[band * layout.zero_row_bytes + g / 2]);
     zeros[g] = static_cast<float>(g % 2 == 0 ? pair & 15 : pair >> 4);
   }
 }

@@ -185,9 +185,14 @@ bool Decoder::byte_level() const {
   return state_->byte_level;
 }
 std::uint64_t Decoder::expert_bytes() const {
+  const MoeSpec& spec = config().moe;
+  const Operand& weight = gatefold::scheme(scheme()).weight;
+  const std::size_t expert =
+      2 * quantized_layout(weight, weight.scale, spec.intermediate, spec.hidden).total() +
+      quantized_layout(weight, weight.scale, spec.hidden, spec.intermediate).total();
   std::uint64_t bytes = 0;
   for (const DecoderLayer& layer : state_->layers)
-    if (layer.experts) bytes += layer.experts->packed_bytes();
+    if (layer.experts) bytes += static_cast<std::uint64_t>(spec.experts) * expert;
   return bytes;
 }
 std::uint64_t Decoder::expert_weights() const {

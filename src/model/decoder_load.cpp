@@ -152,20 +152,23 @@ Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions
     state->layers.push_back(load_layer(loader, config, i));
   if (!loader.status().ok()) return loader.status();
 
+  const PlanOptions plan_options{.max_tokens = options.max_tokens,
+                                 .threads = state->options.threads,
+                                 .precision = options.precision,
+                                 .weights_only = options.weights_only,
+                                 .debug_workspace = false,
+                                 .kernel = {}};
   for (int i = 0; i < config.layers; ++i) {
     if (!config.is_moe[i]) continue;
-    auto experts = load_experts(
-        checkpoint,
-        {.layer = i, .scheme = options.scheme, .device = Device::cpu(), .quantize = options.quantize});
+    auto experts = load_experts(checkpoint, {.layer = i,
+                                             .scheme = options.scheme,
+                                             .device = Device::cpu(),
+                                             .quantize = options.quantize,
+                                             .plan = plan_options});
     if (!experts) return experts.status();
     state->layers[i].experts = std::move(*experts);
     if (state->plan) continue;
-    auto plan = MoePlan::create(state->layers[i].experts->spec(), {.max_tokens = options.max_tokens,
-                                                                   .threads = state->options.threads,
-                                                                   .precision = options.precision,
-                                                                   .weights_only = options.weights_only,
-                                                                   .debug_workspace = false,
-                                                                   .kernel = {}});
+    auto plan = MoePlan::create(state->layers[i].experts->spec(), plan_options);
     if (!plan) return plan.status();
     state->plan = std::move(*plan);
   }

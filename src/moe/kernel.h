@@ -25,7 +25,7 @@ struct KernelInfo {
   std::string name;  ///< "cpu.avx512.int4_g128"
   SchemeId scheme;
   Device::Kind device;
-  std::string_view layout;  ///< packed layout that it reads
+  const WeightLayout* layout;  ///< what it reads
   /// Empty if the kernel can run this, else why not, in words.
   std::string (*refuses)(const MoeSpec& spec, const PlanOptions& options);
   /// Declares its buffers for options.max_tokens tokens.
@@ -36,6 +36,11 @@ struct KernelInfo {
 
 /// Best first.
 std::span<const KernelInfo> cpu_kernels();
+
+/// The first kernel that takes the spec and options; nullptr if none does. `refused` gets the others, each
+/// with its reason.
+const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
+                                std::vector<std::string>* refused);
 
 /// What activations are rounded to in a plan: the scheme's operand, the model's 16-bit type, or (value not
 /// stored) nothing.

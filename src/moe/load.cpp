@@ -103,7 +103,7 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
     if (!matrix) return matrix.status();
     return quantize(spec.shared.scheme, *matrix, options.quantize);
   };
-  return ExpertWeights::pack(spec, options.device, std::move(*vectors), routed, shared);
+  return ExpertWeights::pack(spec, options.device, std::move(*vectors), routed, shared, options.plan);
 }
 
 }  // namespace gatefold

@@ -21,6 +21,23 @@ Operand effective_activation(SchemeId id, const MoeSpec& spec, const PlanOptions
   return operands::plain(spec.act_dtype == DType::f16 ? formats::f16 : formats::bf16);
 }
 
+const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
+                                std::vector<std::string>* refused) {
+  const KernelInfo* chosen = nullptr;
+  for (const KernelInfo& kernel : cpu_kernels()) {
+    if (kernel.scheme != spec.scheme) continue;
+    std::string why = kernel.refuses(spec, options);
+    if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
+      why = fmt::format("the caller asks for '{}'", options.kernel);
+    if (why.empty() && chosen != nullptr) why = "a better one runs";
+    if (why.empty())
+      chosen = &kernel;
+    else if (refused != nullptr)
+      refused->push_back(fmt::format("{}: {}", kernel.name, why));
+  }
+  return chosen;
+}
+
 Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options, const Device& device) {
   if (Status status = spec.validate(); !status.ok()) return status;
   if (options.max_tokens <= 0 || options.max_tokens > (1 << 24))
@@ -35,18 +52,7 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
   state->options = options;
   state->device = device;
   if (state->options.threads == 0) state->options.threads = omp_get_max_threads();
-  for (const KernelInfo& kernel : cpu_kernels()) {
-    if (kernel.scheme != spec.scheme) continue;
-    std::string why = kernel.refuses(spec, state->options);
-    if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
-      why = fmt::format("the caller asks for '{}'", options.kernel);
-    if (why.empty() && state->kernel != nullptr) why = "a better one runs";
-    if (why.empty()) {
-      state->kernel = &kernel;
-      continue;
-    }
-    state->refused.push_back(fmt::format("{}: {}", kernel.name, why));
-  }
+  state->kernel = choose_kernel(spec, state->options, &state->refused);
   if (state->kernel == nullptr)
     return Status(Code::unsupported, fmt::format("no kernel for {}: {}", scheme(spec.scheme).name,
                                                  fmt::join(state->refused, "; ")));
@@ -113,8 +119,9 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
   if (Status status = check_call(plan.spec, plan.options, state, inputs, outputs); !status.ok())
     return status;
   if (state.layout != plan.kernel->layout)
-    return {Code::invalid_argument, fmt::format("weights are packed as '{}', kernel {} reads '{}'",
-                                                state.layout, plan.kernel->name, plan.kernel->layout)};
+    return {Code::invalid_argument,
+            fmt::format("weights are packed as '{}', kernel {} reads '{}'", state.layout->name,
+                        plan.kernel->name, plan.kernel->layout->name)};
   if (workspace.size() < plan.layout.bytes())
     return {Code::invalid_argument, fmt::format("the workspace has {} bytes, the plan needs {}",
                                                 workspace.size(), plan.layout.bytes())};

@@ -85,7 +85,7 @@ void route_reference(const MoeSpec& spec, const double* logits, const std::vecto
 
 struct Dense {
   Doubles gate, up, down;
-  explicit Dense(const Ffn& ffn)
+  explicit Dense(const ReferenceFfn& ffn)
       : gate(reference_dequantize(ffn.gate)),
         up(reference_dequantize(ffn.up)),
         down(reference_dequantize(ffn.down)) {}
@@ -158,7 +158,7 @@ void reference_round(const Operand& operand, const TensorScale* static_scale, st
 }
 
 ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
-                              const ExpertWeights::State& weights, const ReferenceInputs& inputs) {
+                              const ReferenceWeights& weights, const ReferenceInputs& inputs) {
   const std::int64_t hidden = spec.hidden, mid = spec.intermediate, top_k = spec.top_k;
   const auto tokens = static_cast<std::int64_t>(inputs.hidden.size()) / hidden;
   const LayerVectors& v = weights.vectors;
@@ -184,7 +184,7 @@ ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
   // All slots of the layer, so that a scale per tensor sees them all.
   std::vector<Dense> experts(weights.routed.begin(), weights.routed.end());
   const Operand activation = effective_activation(spec.scheme, spec, options);
-  const bool use_static = weights.static_input_scales && activation.quantized();
+  const bool use_static = weights.routed[0].gate.input_scale.has_value() && activation.quantized();
   Doubles rounded = inputs.hidden;
   if (!use_static) reference_round(activation, nullptr, hidden, rounded);
   Doubles mids;

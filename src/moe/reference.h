@@ -17,6 +17,16 @@ std::vector<double> reference_dequantize(const QuantizedMatrix& matrix);
 void reference_round(const Operand& operand, const TensorScale* static_scale, std::int64_t k,
                      std::vector<double>& x);
 
+/// One layer in the canonical layout.
+struct ReferenceFfn {
+  QuantizedMatrix gate, up, down;
+};
+struct ReferenceWeights {
+  LayerVectors vectors;
+  std::vector<ReferenceFfn> routed;
+  ReferenceFfn shared;
+};
+
 struct ReferenceResult {
   std::vector<double> hidden;  ///< [T, H]
   std::vector<std::int32_t> topk_ids;
@@ -31,6 +41,6 @@ struct ReferenceInputs {
   std::vector<double> topk_weights = {};
 };
 ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
-                              const ExpertWeights::State& weights, const ReferenceInputs& inputs);
+                              const ReferenceWeights& weights, const ReferenceInputs& inputs);
 
 }  // namespace gatefold

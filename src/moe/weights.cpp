@@ -49,36 +49,61 @@ Status check_vectors(const MoeSpec& spec, const LayerVectors& v) {
   return {};
 }
 
-struct Shape {
-  SchemeId scheme;
-  std::int64_t hidden, intermediate;
-};
+/// Takes the matrices of one expert from a source, packs them, and forgets them.
+class Packer {
+ public:
+  Packer(const WeightLayout& layout, std::byte* memory) : layout_(layout), next_(memory) {}
 
-Status take(const ExpertSource& source, const char* which, int expert, const Shape& shape, Ffn& ffn) {
-  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
-    const bool down = projection == Projection::down;
-    Result<QuantizedMatrix> matrix = source(expert, projection);
-    if (!matrix) return matrix.status();
-    const Status status = check_matrix(*matrix, shape.scheme, down ? shape.hidden : shape.intermediate,
-                                       down ? shape.intermediate : shape.hidden);
-    if (!status.ok())
-      return {status.code(),
-              fmt::format("{} expert {}, {}: {}", which, expert, name(projection), status.message())};
-    (projection == Projection::gate ? ffn.gate : down ? ffn.down : ffn.up) = std::move(*matrix);
+  Status pack(const ExpertSource& source, const char* which, int expert, SchemeId scheme, std::int64_t hidden,
+              std::int64_t intermediate, Ffn& ffn) {
+    for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+      const bool down = projection == Projection::down;
+      const Result<QuantizedMatrix> matrix = source(expert, projection);
+      if (!matrix) return matrix.status();
+      const Status status =
+          check_matrix(*matrix, scheme, down ? hidden : intermediate, down ? intermediate : hidden);
+      if (!status.ok())
+        return {status.code(),
+                fmt::format("{} expert {}, {}: {}", which, expert, name(projection), status.message())};
+      (projection == Projection::gate ? ffn.gate : down ? ffn.down : ffn.up) = pack(*matrix);
+    }
+    const auto& gate = ffn.gate.input_scale;
+    const auto& up = ffn.up.input_scale;
+    if (gate.has_value() != up.has_value() ||
+        (gate && (gate->value != up->value || gate->divides != up->divides)))
+      return {Code::unsupported,
+              fmt::format("{} expert {}: gate and up have different input scales", which, expert)};
+    return {};
   }
-  const auto& gate = ffn.gate.input_scale;
-  const auto& up = ffn.up.input_scale;
-  if (gate.has_value() != up.has_value() ||
-      (gate && (gate->value != up->value || gate->divides != up->divides)))
-    return {Code::unsupported,
-            fmt::format("{} expert {}: gate and up have different input scales", which, expert)};
-  return {};
-}
+
+  /// Bytes of one expert, each matrix on a 64-byte boundary. Scales may be wider in a checkpoint than in the
+  /// table (f32 for bf16), never wider than f32.
+  static std::size_t bytes(const WeightLayout& layout, SchemeId scheme, std::int64_t hidden,
+                           std::int64_t intermediate) {
+    return 2 * padded(layout.bytes(scheme, formats::f32, intermediate, hidden)) +
+           padded(layout.bytes(scheme, formats::f32, hidden, intermediate));
+  }
+
+ private:
+  static std::size_t padded(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+  PackedMatrix pack(const QuantizedMatrix& matrix) {
+    layout_.pack(matrix, next_);
+    const PackedMatrix packed{matrix.scheme,       matrix.n,           matrix.k, matrix.scale_format,
+                              matrix.tensor_scale, matrix.input_scale, next_};
+    next_ += padded(layout_.bytes(matrix.scheme, matrix.scale_format, matrix.n, matrix.k));
+    return packed;
+  }
+
+  const WeightLayout& layout_;
+  std::byte* next_;
+};
 
 }  // namespace
 
 Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& device, LayerVectors vectors,
-                                          const ExpertSource& routed, const ExpertSource& shared) {
+                                          const ExpertSource& routed, const ExpertSource& shared,
+                                          const PlanOptions& plan) {
   if (Status status = spec.validate(); !status.ok()) return status;
   if (device.kind != Device::Kind::cpu) return Status(Code::unsupported, "this build runs on CPUs only");
   if (Status status = check_vectors(spec, vectors); !status.ok()) return status;
@@ -87,12 +112,24 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
   state->spec = spec;
   state->device = device;
   state->vectors = std::move(vectors);
-  state->layout = cpu_kernels().front().layout;
+  const KernelInfo* kernel = choose_kernel(spec, plan, nullptr);
+  if (kernel == nullptr)
+    return Status(Code::unsupported, fmt::format("no kernel for {}", scheme(spec.scheme).name));
+  state->layout = kernel->layout;
+  const std::size_t each = Packer::bytes(*state->layout, spec.scheme, spec.hidden, spec.intermediate);
+  const std::size_t shared_bytes =
+      spec.shared.intermediate == 0
+          ? 0
+          : Packer::bytes(*state->layout, spec.shared.scheme, spec.hidden, spec.shared.intermediate);
+  state->arena = Arena(each * static_cast<std::size_t>(spec.experts) + shared_bytes);
+  if (state->arena.data() == nullptr)
+    return Status(Code::io_error, fmt::format("no memory for {} experts of {} bytes", spec.experts, each));
+  Packer packer(*state->layout, state->arena.data());
   state->routed.resize(static_cast<std::size_t>(spec.experts));
   int with_static = 0;
   for (int e = 0; e < spec.experts; ++e) {
     Ffn& ffn = state->routed[e];
-    if (Status status = take(routed, "routed", e, {spec.scheme, spec.hidden, spec.intermediate}, ffn);
+    if (Status status = packer.pack(routed, "routed", e, spec.scheme, spec.hidden, spec.intermediate, ffn);
         !status.ok())
       return status;
     with_static += ffn.gate.input_scale.has_value() && ffn.down.input_scale.has_value();
@@ -103,10 +140,14 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
           fmt::format("routed expert {}: some of the layer's matrices have an input scale, some have none",
                       e));
   }
+  const PackedMatrix& first = state->routed.front().gate;
+  state->expert_bytes =
+      2 * state->layout->bytes(spec.scheme, first.scale_format, spec.intermediate, spec.hidden) +
+      state->layout->bytes(spec.scheme, first.scale_format, spec.hidden, spec.intermediate);
   state->static_input_scales = with_static != 0;
   if (spec.shared.intermediate != 0)
-    if (Status status = take(shared, "shared", 0, {spec.shared.scheme, spec.hidden, spec.shared.intermediate},
-                             state->shared);
+    if (Status status = packer.pack(shared, "shared", 0, spec.shared.scheme, spec.hidden,
+                                    spec.shared.intermediate, state->shared);
         !status.ok())
       return status;
   return ExpertWeights(std::move(state));
@@ -120,11 +161,10 @@ const Device& ExpertWeights::device() const {
 }
 
 std::size_t ExpertWeights::packed_expert_bytes() const {
-  const Ffn& ffn = state_->routed.front();
-  return ffn.gate.layout().total() + ffn.up.layout().total() + ffn.down.layout().total();
+  return state_->expert_bytes;
 }
 std::size_t ExpertWeights::packed_bytes() const {
-  return packed_expert_bytes() * state_->routed.size();
+  return state_->expert_bytes * state_->routed.size();
 }
 
 }  // namespace gatefold

@@ -68,7 +68,7 @@ class WorkspaceLayout {
   std::size_t canary_;
   std::size_t total_;
   std::size_t used_ = 0;
-  std::array<Region, 24> regions_{};
+  std::array<Region, 48> regions_{};
 };
 
 }  // namespace gatefold

@@ -186,7 +186,7 @@ void dequantize(const QuantizedMatrix& matrix, float* out) {
   const RowKernels& kernels = row_kernels();
   std::vector<float> scales(std::max<std::size_t>(1, layout.scale_cols), 1.0f), zeros(scales.size(), 0.0f);
   for (std::int64_t n = 0; n < matrix.n; ++n) {
-    row_scales(matrix, layout, n, scales.data(), zeros.data());
+    row_scales(MatrixParts(matrix), layout, n, scales.data(), zeros.data());
     kernels[operand.value].decode(matrix.values.data() + n * layout.row_bytes, matrix.k,
                                   operand.group.k == 0 ? matrix.k : operand.group.k, scales.data(),
                                   zeros.data(), out + n * matrix.k);

@@ -1,0 +1,145 @@
+#pragma once
+/// \file
+/// What the CPU kernels share: routing, slots, combine. A slot is one (token, chosen expert) pair; a slot's
+/// position is its place when slots are sorted by expert, tokens in order within an expert.
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "cpu/activation.h"
+#include "cpu/gemm.h"
+#include "moe/kernel.h"
+
+namespace gatefold {
+
+/// A buffer of the workspace.
+template <class T>
+struct Buffer {
+  std::size_t offset = 0;
+  T* at(std::byte* base) const { return reinterpret_cast<T*>(base + offset); }
+};
+
+/// T tokens, S = T * top_k slots, E experts; H and I padded (gemm.h).
+struct LayerBuffers {
+  Buffer<std::int32_t> ids;       // [S] expert of a slot
+  Buffer<float> weights;          // [S] routing weight of a slot
+  Buffer<std::int32_t> offsets;   // [E + 1] first position of an expert
+  Buffer<std::int32_t> active;    // [E] experts with slots, then -1
+  Buffer<std::int32_t> position;  // [S] slot -> position
+  Buffer<std::int32_t> slot;      // [S] position -> slot
+  Buffer<float> hidden;           // [T, H]
+  Buffer<float> routed_mid;       // [S, I] by position
+  Buffer<float> routed_out;       // [S, H] by position
+  Buffer<float> shared_mid;       // [T, shared I]
+  Buffer<float> shared_out;       // [T, H]
+  Buffer<float> amax;             // [S]
+  Buffer<float> routing;          // per thread [3 * E]
+  Buffer<float> router_rows;      // per thread [8, H]
+  Buffer<float> scales, zeros;    // per thread [K], K the longest row
+  Buffer<std::byte> codes;        // per thread [2 * K]
+  Buffer<GroupRange> ranges;      // per thread [K]
+  std::size_t tokens, slots, threads, k;
+  bool may_be_static;  // static activation scales: then inputs are rounded per slot
+
+  LayerBuffers(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
+};
+
+/// The feed-forward of one expert over a list of rows.
+struct Job {
+  const Ffn* ffn;
+  bool routed;
+  std::int64_t first;  // position (routed) or token of row 0
+  std::int64_t rows;
+  const std::int32_t* slot;  // row i belongs to token slot[i] / top_k; nullptr: inputs are by row
+  float* mid;                // [rows, I padded]
+  float* out;                // [rows, H padded]
+  const float* gate_bias;    // [I], or nullptr; likewise
+  const float* up_bias;
+  const float* down_bias;  // [H]
+};
+
+float activate(const Activation& activation, float gate, float up);
+
+/// One thread's view of a call. Every thread of the team runs the same phases, separated by barriers.
+class LayerThread {
+ public:
+  LayerThread(Isa isa, const MoeCall& call, const LayerBuffers& buffers);
+
+ protected:
+  /// hidden -> f32 rows; expert ids and weights of every token. Ends without a barrier.
+  void load_and_route();
+  /// Counting sort of the slots by expert; stable, so the order is a function of the ids alone. For one
+  /// thread.
+  void sort_slots();
+  /// Largest magnitude over all rows. For all threads; has barriers.
+  float batch_amax(const float* x, std::int64_t rows, std::int64_t k, std::int64_t stride);
+  /// Routing weights are applied here, once; slots are summed in the order of the ids. Ends without a
+  /// barrier.
+  void combine();
+
+  /// What the rows of a routed input (`mid` false) or intermediate are rounded with.
+  TensorRange routed_range(bool mid, std::int64_t row, float amax) const {
+    if (!static_in_) return {{}, amax};
+    const Ffn& ffn = state_.routed[b_.ids.at(base_)[b_.slot.at(base_)[row]]];
+    return {mid ? ffn.down.input_scale : ffn.gate.input_scale, 0};
+  }
+  /// Whether one scale is shared by all rows of the call.
+  bool per_batch() const { return routed_act_.quantized() && routed_act_.group.n == 0 && !static_in_; }
+  /// Rows of the routed input: slots by position with static scales (they differ by expert), else tokens.
+  std::int64_t input_rows() const { return static_in_ ? slots_ : tokens_; }
+  std::int64_t input_token(std::int64_t row) const {
+    return static_in_ ? b_.slot.at(base_)[row] / spec_.top_k : row;
+  }
+  /// Row of the routed or shared input that row i of a job reads.
+  std::int64_t input_row(const Job& job, std::int64_t i) const {
+    return job.slot != nullptr ? job.slot[i] / spec_.top_k : job.first + i;
+  }
+
+  Job routed_job(int expert) const;
+  Job shared_job() const;
+
+  /// Calls f(job, first output row) for every block of `step` rows of every expert in use, on some thread.
+  /// Each output is computed by one call, so the schedule does not show in the result. Ends with a barrier.
+  template <class Function>
+  void for_each_block(std::int64_t step, std::int64_t routed_rows, std::int64_t shared_rows, Function&& f) {
+    const std::int64_t each = (routed_rows + step - 1) / step;
+    const std::int64_t shared = shared_k_ == 0 ? 0 : (shared_rows + step - 1) / step;
+    const std::int32_t* active = b_.active.at(base_);
+    const std::int64_t tasks = shared + (std::find(active, active + spec_.experts, -1) - active) * each;
+#pragma omp for schedule(dynamic)
+    for (std::int64_t task = 0; task < tasks; ++task) {
+      if (task < shared)
+        f(shared_job(), task * step);
+      else
+        f(routed_job(active[(task - shared) / each]), (task - shared) % each * step);
+    }
+  }
+
+  const MoeCall& call_;
+  const MoeSpec& spec_;
+  const ExpertWeights::State& state_;
+  const LayerBuffers& b_;
+  std::byte* base_;
+  const std::size_t thread_;
+  const RowKernels& kernels_;
+  const Multiply multiply_;
+  const std::int64_t tokens_, slots_, hidden_k_, mid_k_, shared_k_;
+  const Operand routed_act_, shared_act_;
+  const bool static_in_;
+  RowScratch scratch_;
+
+ private:
+  void route(std::int64_t token, const float* row);
+  void router_logits(const float* row, float* logits);
+  float shared_weight(const float* hidden) const;
+};
+
+/// The kernels: every thread of a new team runs them.
+void rows_workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
+void rows_layer(Isa isa, const MoeCall& call);
+void panel_workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
+void panel_layer(const MoeCall& call);
+extern const WeightLayout rows_layout, panel_layout;
+
+}  // namespace gatefold
