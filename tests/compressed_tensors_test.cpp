@@ -231,7 +231,7 @@ TEST(CompressedTensors, ConfigsSayWhatThePackagesExpect) {
   EXPECT_EQ(group(SchemeId::int8_aint8)["format"], "int-quantized");
   EXPECT_EQ(group(SchemeId::int8_aint8)["input_activations"]["strategy"], "token");
   EXPECT_EQ(group(SchemeId::fp8_block_afp8)["format"], "float-quantized");
-  EXPECT_EQ(group(SchemeId::fp8_block_afp8)["weights"]["block_structure"], json({128, 128}));
+  EXPECT_EQ(group(SchemeId::fp8_block_afp8)["weights"]["block_structure"].dump(), "[128,128]");
   EXPECT_EQ(group(SchemeId::fp8_block_afp8)["input_activations"]["group_size"], 128);
   EXPECT_EQ(group(SchemeId::uint4_g64)["weights"]["symmetric"], false);
   EXPECT_EQ(group(SchemeId::mxfp4)["format"], "mxfp4-pack-quantized");
@@ -243,6 +243,13 @@ TEST(CompressedTensors, ConfigsSayWhatThePackagesExpect) {
   EXPECT_EQ(compressed_tensors::config(scheme(SchemeId::nvfp4), {})["quant_method"], "compressed-tensors");
   EXPECT_EQ(group(SchemeId::fp8_e5m2)["weights"]["element"], "e5m2");
   EXPECT_FALSE(group(SchemeId::fp8_channel)["weights"].contains("element"));
+  EXPECT_TRUE(compressed_tensors::needs_extension(scheme(SchemeId::fp8_e5m2)));
+  for (const Scheme& row : all_schemes())
+    if (row.weight.quantized()) {
+      const std::string said = compressed_tensors::config(row, {}).dump();
+      EXPECT_EQ(compressed_tensors::needs_extension(row), said.find("element") != std::string::npos)
+          << row.name;
+    }
 }
 
 // Config and operands say the same, in both directions, for what is in the table and for what is not yet.
@@ -417,6 +424,9 @@ TEST(CompressedTensors, BadConfigs) {
   with(R"({"config_groups":{"group_0":{"targets":"Linear"}}})", "targets");
   with(R"({"config_groups":{"group_0":{"targets":[3]}}})", "targets");
   with(R"({"config_groups":{"group_0":{"targets":["re:(a"]}}})", "pattern", Code::unsupported);
+  json many = json::array();
+  for (int i = 0; i < 100; ++i) many.push_back("re:a{99}");
+  with(json{{"ignore", many}}.dump(), "states", Code::unsupported);
   with(R"({"config_groups":{"group_0":["Linear"]}})", "group_0");
   with(R"({"config_groups":[]})", "config_groups");
   with(R"({"config_groups":{"group_0":{"input_activations":{"dynamic":"sometimes"}}}})", "dynamic");

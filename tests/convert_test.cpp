@@ -348,6 +348,25 @@ int in_child(const std::function<int()>& body) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
+// What is done is given back: a source that is mapped and read through would be resident as a whole.
+TEST_F(Convert, MemoryDoesNotGrowWithTheModel) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "the sanitizer keeps what is freed";
+#endif
+  Model{.experts = 32, .hidden = 2048, .intermediate = 1024}.write(root_ / "large");
+  EXPECT_GT(fs::file_size(root_ / "large" / "model.safetensors"), 400'000'000u);
+  const int code = in_child([&] {
+    rusage before{}, after{};
+    ::getrusage(RUSAGE_SELF, &before);
+    const bool ok =
+        convert(*Checkpoint::open(root_ / "large"), root_ / "out", options_for(SchemeId::int8, 1 << 30, 1))
+            .ok();
+    ::getrusage(RUSAGE_SELF, &after);
+    return !ok || after.ru_maxrss - before.ru_maxrss > 64 << 10;  // KiB
+  });
+  EXPECT_EQ(code, 0);
+}
+
 TEST_F(Convert, AFileThatMayNotGrowIsACleanError) {
   const int code = in_child([&] {
     const rlimit limit{2'000'000, 2'000'000};

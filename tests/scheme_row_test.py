@@ -19,42 +19,39 @@ def run(*command, code=0):
     return done
 
 
-def copy_if_changed(source, target):
+def write_if_changed(path, content):
     """Keeps times, so that a second run builds only what has changed."""
-    if not (target.exists() and target.read_bytes() == source.read_bytes()):
-        shutil.copyfile(source, target)
-    return target
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (path.exists() and path.read_bytes() == content):
+        path.write_bytes(content)
 
 
 class SchemeRowTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.tree = SCRATCH / "tree"
-        for name in ("include", "src", "tools", "cmake"):
-            for stale in set(cls.files(cls.tree / name)) - set(cls.files(SOURCE / name)):
-                (cls.tree / name / stale).unlink()
-            shutil.copytree(SOURCE / name, cls.tree / name, copy_function=copy_if_changed, dirs_exist_ok=True)
-        for name in ("CMakeLists.txt", "LICENSE"):
-            copy_if_changed(SOURCE / name, cls.tree / name)
-        cls.table = cls.tree / "include/gatefold/schemes.def"
-        cls.original = (SOURCE / "include/gatefold/schemes.def").read_text()
+        paths = [path for name in ("include", "src", "tools", "cmake") for path in (SOURCE / name).rglob("*")]
+        files = {path.relative_to(SOURCE) for path in paths if path.is_file()}
+        for stale in cls.tree.rglob("*"):
+            if stale.is_file() and stale.relative_to(cls.tree) not in files:
+                stale.unlink()
+        table = pathlib.Path("include/gatefold/schemes.def")
+        for name in {*files, pathlib.Path("CMakeLists.txt"), pathlib.Path("LICENSE")} - {table}:
+            write_if_changed(cls.tree / name, (SOURCE / name).read_bytes())
+        rows = (SOURCE / table).read_bytes()
+        write_if_changed(cls.tree / table, rows + ROW.encode())
+        write_if_changed(SCRATCH / "bad/gatefold/schemes.def", rows + BAD_ROW.encode())
         cache = (BUILD / "CMakeCache.txt").read_text()
         cls.barkeep = next(line.split("=")[1] for line in cache.splitlines() if line.startswith("BARKEEP_INCLUDE_DIR"))
 
-    @staticmethod
-    def files(folder):
-        return [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-
     def test_a_row_that_no_reference_can_run_does_not_compile(self):
-        self.table.write_text(self.original + BAD_ROW)
         command = ["c++", "-std=c++20", "-fsyntax-only", "-I", self.tree / "include", "-I", self.tree / "src",
                    self.tree / "src/format/scheme.cpp"]
-        self.assertIn("scheme bad: no reference can run this row", run(*command, code=1).stderr)
-        self.table.write_text(self.original)
         run(*command)
+        command[3:3] = ["-I", SCRATCH / "bad"]  # found first
+        self.assertIn("scheme bad: no reference can run this row", run(*command, code=1).stderr)
 
     def test_one_line_makes_a_scheme(self):
-        self.table.write_text(self.original + ROW)
         build = SCRATCH / "build"
         run("cmake", "-S", self.tree, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Debug", "-DGATEFOLD_TESTS=OFF",
             f"-DBARKEEP_INCLUDE_DIR={self.barkeep}")

@@ -27,17 +27,24 @@ constexpr std::string_view suffixes[] = {".weight",
 constexpr std::string_view fused_suffixes[] = {""};
 constexpr DType wide_dtypes[] = {DType::f32, DType::bf16, DType::f16};
 
+/// Of all patterns of a config: they are tried on every expert of a model, so this bounds the time of opening
+/// one. Published configs need a few hundred.
+constexpr std::size_t max_states = 8192;
+
 /// A list of `targets` or of `ignore`.
 class NameList {
  public:
-  Status add(const std::string& entry) {
+  /// `states`: of all patterns so far.
+  Status add(const std::string& entry, std::size_t& states) {
     if (!entry.starts_with("re:")) {
       names_.insert(entry);
       return {};
     }
-    if (patterns_.size() == 256) return {Code::unsupported, "more than 256 patterns"};
     Result<NamePattern> pattern = NamePattern::compile(std::string_view(entry).substr(3));
     if (!pattern.ok()) return pattern.status();
+    states += pattern->states();
+    if (states > max_states)
+      return {Code::unsupported, fmt::format("patterns of more than {} states", max_states)};
     patterns_.push_back(std::move(*pattern));
     return {};
   }
@@ -63,10 +70,11 @@ class Reader final : public LinearReader {
   Status init(const nlohmann::json& quantization) {
     Result<std::vector<Group>> groups = parse_groups(quantization, config_);
     if (!groups.ok()) return groups.status();
+    std::size_t states = 0;
     for (Group& group : *groups) {
       NameList targets;
       for (const std::string& target : group.targets)
-        if (Status status = targets.add(target); !status.ok())
+        if (Status status = targets.add(target, states); !status.ok())
           return {status.code(), fmt::format("{}.targets: {}", group.where, status.message())};
       const Result<SchemeId> row = find_row(group);
       groups_.push_back({std::move(group), std::move(targets), row});
@@ -76,7 +84,7 @@ class Reader final : public LinearReader {
     if (!ignore->is_array())
       return {Code::bad_file, fmt::format("{}: quantization_config.ignore is not a list", config_)};
     for (const nlohmann::json& entry : *ignore) {
-      const Status status = entry.is_string() ? ignore_.add(entry.get<std::string>())
+      const Status status = entry.is_string() ? ignore_.add(entry.get<std::string>(), states)
                                               : Status(Code::bad_file, show_json(entry) + " is not a string");
       if (!status.ok())
         return {status.code(), fmt::format("{}: quantization_config.ignore: {}", config_, status.message())};
@@ -302,7 +310,8 @@ class Reader final : public LinearReader {
     if (parts.one_per_byte) {
       matrix.values.resize(layout.value_bytes);
       for (std::size_t i = 0; i < stored.size(); ++i) {
-        const int code = static_cast<signed char>(stored[i]);
+        const auto byte = std::to_integer<int>(stored[i]);
+        const int code = byte < 128 ? byte : byte - 256;
         if (code < -8 || code > 7)
           return {Code::bad_file,
                   fmt::format("{}: {} at {} is not a 4-bit code", source_.where(*parts.values), code, i)};

@@ -38,6 +38,9 @@ Result<std::vector<std::vector<std::byte>>> store(QuantizedMatrix matrix);
 nlohmann::ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore,
                               bool static_input = false);
 
+/// Whether the scheme needs that argument of our own.
+bool needs_extension(const Scheme& scheme);
+
 /// One entry of config_groups.
 struct Group {
   std::string where;  ///< "/models/x/config.json: config_groups.group_0", to begin a message with

@@ -52,6 +52,11 @@ constexpr Format implied_value(bool is_float, int bits) {
   return bits == 8 ? formats::e4m3 : bits == 4 ? formats::e2m1 : formats::none;
 }
 
+/// Whether num_bits and type do not say which format it is.
+constexpr bool has_own_name(Format value) {
+  return value.is_float() && value != implied_value(true, value.bits);
+}
+
 const char* strategy(const Operand& operand, bool is_weight) {
   const Granularity group = operand.group;
   if (group.n == 0) return "tensor";
@@ -74,26 +79,22 @@ ordered_json to_args(const Operand& operand, bool is_weight, bool static_input) 
   if (operand.scale == formats::ue4m3) args["scale_dtype"] = "torch.float8_e4m3fn";
   // Our extension, for what num_bits and type cannot say. The packages refuse arguments that they do not
   // know; a quant_method of our own they would ignore with a warning, and misread the weights.
-  if (operand.value.is_float() && operand.value != implied_value(true, operand.value.bits))
-    args["element"] = name(operand.value);
+  if (has_own_name(operand.value)) args["element"] = name(operand.value);
   return args;
 }
 
 /// The kind of scale, which older writers leave to the name of the format.
 void set_scale(const json& args, std::string_view format, const std::string& where, Operand& operand) {
   const std::string dtype = text(args, "scale_dtype", where);
+  const bool wide = dtype == "torch.bfloat16" || dtype == "torch.float16" || dtype == "torch.float32";
   const bool mx = format.starts_with("mxfp") && operand.group == Granularity{1, 32};
-  if (dtype == "torch.uint8" || dtype == "torch.float8_e8m0fnu")
-    operand.scale = formats::ue8m0;
-  else if (dtype == "torch.float8_e4m3fn")
-    operand.scale = formats::ue4m3;
-  else if (!dtype.empty() && dtype != "torch.bfloat16" && dtype != "torch.float16" &&
-           dtype != "torch.float32")
+  const bool exponents = dtype == "torch.uint8" || dtype == "torch.float8_e8m0fnu";
+  const bool e4m3 = dtype == "torch.float8_e4m3fn";
+  if (!wide && !exponents && !e4m3 && !dtype.empty())
     refuse(Code::unsupported, where, fmt::format(".scale_dtype = {} is not supported", quote(dtype)));
-  else if (operand.tensor_scale.stored())
-    operand.scale = formats::ue4m3;
-  else
-    operand.scale = mx ? formats::ue8m0 : formats::f32;
+  operand.scale = formats::f32;
+  if (exponents || (dtype.empty() && mx)) operand.scale = formats::ue8m0;
+  if (e4m3 || (dtype.empty() && operand.tensor_scale.stored())) operand.scale = formats::ue4m3;
 }
 
 void set_group(const json& args, const std::string& where, Operand& operand) {
@@ -237,6 +238,10 @@ ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore
           {"global_compression_ratio", nullptr}};
 }
 
+bool needs_extension(const Scheme& scheme) {
+  return has_own_name(scheme.weight.value) || has_own_name(scheme.activation.value);
+}
+
 Result<std::vector<Group>> parse_groups(const json& quantization, const std::string& config) {
   try {
     const std::string where = config + ": quantization_config";
@@ -246,9 +251,9 @@ Result<std::vector<Group>> parse_groups(const json& quantization, const std::str
         refuse(Code::unsupported, where, fmt::format(".{} is not supported", key));
     const json& groups = member(quantization, "config_groups");
     if (!groups.is_object()) refuse(Code::bad_file, where, ".config_groups is not an object");
-    if (groups.size() > 1000)
+    if (groups.size() > 100)
       refuse(Code::bad_file, where,
-             fmt::format(".config_groups has {} groups; the limit is 1000", groups.size()));
+             fmt::format(".config_groups has {} groups; the limit is 100", groups.size()));
     std::vector<Group> parsed;
     for (const auto& [key, value] : groups.items())
       parsed.push_back(parse_group(value, format, fmt::format("{}: config_groups.{}", config, key)));

@@ -65,7 +65,7 @@ class NamePattern::Parser {
   }
 
   Program repeated(int depth) {
-    const Program one = atom(depth);
+    Program one = atom(depth);
     int least = 1, most = 1;  // most < 0: no limit
     if (eat("*")) {
       least = 0, most = -1;

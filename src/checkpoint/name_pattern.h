@@ -23,6 +23,9 @@ class NamePattern {
   /// As re.match: a prefix of `name` matches.
   bool matches(std::string_view name) const;
 
+  /// A match takes at most this many steps per character.
+  std::size_t states() const { return program_.size(); }
+
  private:
   enum class Op : std::uint8_t { set, split, begin, end, accept };
   struct Instruction {
