@@ -61,7 +61,7 @@ class SchemeRowTest(unittest.TestCase):
         rows = json.loads(run(tool, "schemes", "--json").stdout)["schemes"]
         row = next(row for row in rows if row["name"] == "int8_g64")
         self.assertEqual(row["bits_per_weight"], 8.25)
-        self.assertEqual(len(row["kernels"]), 3)
+        self.assertGreaterEqual(len(row["kernels"]), 3)
         self.assertIn("`int8_g64`", run(tool, "schemes", "--markdown").stdout)
 
         quantized, text = SCRATCH / "quantized", SCRATCH / "text"

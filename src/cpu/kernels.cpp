@@ -44,8 +44,9 @@ std::string panel_refuses(const MoeSpec& spec, const PlanOptions& options) {
 
 void add_panel_kernels(std::vector<KernelInfo>& list) {
   for_each_scheme([&]<class S>() {
-    list.push_back({fmt::format("cpu.avx512bf16.{}", S::scheme.name), S::id, Device::Kind::cpu, &panel_layout,
-                    panel_refuses<S>, panel_workspace, panel_layer});
+    if (panels_refuse(S::scheme, operands::plain(formats::bf16)).empty())
+      list.push_back({fmt::format("cpu.avx512bf16.{}", S::scheme.name), S::id, Device::Kind::cpu,
+                      &panel_layout, panel_refuses<S>, panel_workspace, panel_layer});
   });
 }
 

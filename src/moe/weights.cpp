@@ -1,6 +1,7 @@
 #include "moe/weights.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "format/matrix.h"
 #include "moe/kernel.h"
@@ -112,9 +113,11 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
   state->spec = spec;
   state->device = device;
   state->vectors = std::move(vectors);
-  const KernelInfo* kernel = choose_kernel(spec, plan, nullptr);
+  std::vector<std::string> refused;
+  const KernelInfo* kernel = choose_kernel(spec, plan, &refused);
   if (kernel == nullptr)
-    return Status(Code::unsupported, fmt::format("no kernel for {}", scheme(spec.scheme).name));
+    return Status(Code::unsupported,
+                  fmt::format("no kernel for {}: {}", scheme(spec.scheme).name, fmt::join(refused, "; ")));
   state->layout = kernel->layout;
   const std::size_t each = Packer::bytes(*state->layout, spec.scheme, spec.hidden, spec.intermediate);
   const std::size_t shared_bytes =
