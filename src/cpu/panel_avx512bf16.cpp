@@ -183,15 +183,15 @@ void multiply(const PanelShape& shape, const std::byte* data, const PanelInput* 
               float* out, std::int64_t stride) {
   using D = Decode<Scheme::scheme.weight.value>;
   constexpr int kMost = D::kUnits * D::kParts <= 2 ? 8 : 4;  // at most 16 sums in flight
-  std::int64_t t = 0;
-  const auto run = [&]<int M>() {
+  const auto run = [&]<int M>(std::int64_t t) {
     panel<Scheme, kScaledInput, M>(shape, data, inputs + t, out + t * stride, stride);
-    t += M;
+    return t + M;
   };
-  while (t + kMost <= tokens) run.template operator()<kMost>();
-  if (t + 4 <= tokens) run.template operator()<4>();
-  if (t + 2 <= tokens) run.template operator()<2>();
-  if (t < tokens) run.template operator()<1>();
+  std::int64_t t = 0;
+  while (t + kMost <= tokens) t = run.template operator()<kMost>(t);
+  if (t + 4 <= tokens) t = run.template operator()<4>(t);
+  if (t + 2 <= tokens) t = run.template operator()<2>(t);
+  if (t < tokens) run.template operator()<1>(t);
 }
 
 /// exp(x) for |x| <= 87: 2^n * e^r with |r| <= ln(2) / 2.
