@@ -49,6 +49,7 @@ std::vector<Group> groups(const Checkpoint& checkpoint) {
     group.bytes += tensor.bytes();
   }
   std::vector<Group> sorted;
+  sorted.reserve(by_key.size());
   for (auto& [key, group] : by_key) sorted.push_back(std::move(group));
   std::stable_sort(sorted.begin(), sorted.end(),
                    [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
@@ -57,6 +58,7 @@ std::vector<Group> groups(const Checkpoint& checkpoint) {
 
 std::vector<const TensorEntry*> largest(const Checkpoint& checkpoint, std::size_t count) {
   std::vector<const TensorEntry*> sorted;
+  sorted.reserve(checkpoint.tensors().size());
   for (const TensorEntry& tensor : checkpoint.tensors()) sorted.push_back(&tensor);
   std::stable_sort(sorted.begin(), sorted.end(),
                    [](const auto* a, const auto* b) { return a->bytes() > b->bytes(); });

@@ -79,7 +79,7 @@ Status run(Options options, Json* json) {
   std::vector<std::int32_t> ids(tokens * static_cast<std::size_t>(spec.top_k));
   std::vector<float> weights(ids.size());
   std::vector<std::byte> workspace(plan->workspace_bytes());
-  const Status done =
+  Status done =
       plan->run(*experts,
                 {.hidden = {input->hidden.data, input->hidden.dtype, input->tokens, spec.hidden},
                  .topk_ids = input->topk_ids.empty() ? nullptr : input->topk_ids.data(),

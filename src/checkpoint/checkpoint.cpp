@@ -25,7 +25,7 @@ constexpr DType float_dtypes[] = {DType::bf16, DType::f16, DType::f32};
 /// What the names of a model begin with when it is, or is not, a part of another one.
 std::string find_prefix(const Source& source) {
   const auto tensors = source.tensors();
-  for (const std::string prefix : {"model.", "language_model.model.", "model.language_model.", ""}) {
+  for (std::string prefix : {"model.", "language_model.model.", "model.language_model.", ""}) {
     const std::string first = prefix + "layers.";
     const auto found =
         std::lower_bound(tensors.begin(), tensors.end(), first,

@@ -21,7 +21,7 @@ class JsonVisitor : private nlohmann::json_sax<nlohmann::json> {
 
  protected:
   JsonVisitor() = default;
-  ~JsonVisitor() = default;
+  ~JsonVisitor() override = default;
 
   /// A number, string, bool or null.
   virtual Status scalar(nlohmann::json value) = 0;
