@@ -1,4 +1,7 @@
 // Compiled with AVX512_BF16 and VBMI: nothing here may be inline outside the unnamed namespace (isa.h).
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC 12's own intrinsics
+#endif
 #include <immintrin.h>
 
 #include <cmath>
