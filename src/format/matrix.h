@@ -23,10 +23,14 @@ inline QuantizedMatrix make_matrix(SchemeId id, std::int64_t n, std::int64_t k) 
   return matrix;
 }
 
-inline void store_scale(QuantizedMatrix& matrix, std::int64_t at, float scale) {
-  const std::uint32_t code = with_format(matrix.scale_format, [&]<Format F>() { return encode<F>(scale); });
-  const std::int64_t bytes = matrix.scale_format.bits / 8;
-  std::memcpy(matrix.scales.data() + at * bytes, &code, static_cast<std::size_t>(bytes));
+inline void store_scales(QuantizedMatrix& matrix, std::int64_t at, const float* scales, std::size_t count) {
+  with_format(matrix.scale_format, [&]<Format F>() {
+    std::byte* out = matrix.scales.data() + at * (F.bits / 8);
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint32_t code = encode<F>(scales[i]);
+      std::memcpy(out + i * (F.bits / 8), &code, F.bits / 8);
+    }
+  });
 }
 
 /// Scales `at` .. `at + count` as f32.

@@ -61,31 +61,45 @@ inline float tensor_scale(const Operand& o, float amax) {
   return scale > 0 ? scale : 1.0f;
 }
 
-/// The scale of a group. `two_level` is the f32 of a two-level operand, in either direction.
-inline GroupScale group_scale(const Operand& o, GroupRange range, const TensorScale& two_level) {
+/// The scale of a group, in format S, which is o.scale. `two_level` is the f32 of a two-level operand, in either
+/// direction.
+template <Format S>
+GroupScale group_scale(const Operand& o, GroupRange range, const TensorScale& two_level) {
   const auto limit = static_cast<float>(o.value.max());
   const float amax = range.amax();
-  if (o.scale == formats::ue4m3) {
+  if constexpr (S == formats::ue4m3) {
     const float block = amax / limit;
-    return {round_to<formats::ue4m3>(two_level.divides ? block * two_level.value : block / two_level.value),
-            0};
-  }
-  if (amax == 0) return {};
-  if (o.scale == formats::ue8m0) {
+    return {round_to<S>(two_level.divides ? block * two_level.value : block / two_level.value), 0};
+  } else if constexpr (S == formats::ue8m0) {
+    if (amax == 0) return {};
     const int exponent = floor_log2(amax) - o.value.max_exponent();
     return {std::ldexp(1.0f, exponent < -127 ? -127 : exponent), 0};
-  }
-  GroupScale group;
-  if (o.zero_point.stored()) {
+  } else {
+    if (amax == 0) return {};
+    if (!o.zero_point.stored()) {
+      const float scale = round_to<S>(amax / limit);
+      return scale == 0 ? GroupScale{} : GroupScale{scale, 0};
+    }
     const float width = range.high - range.low;
     const float step = std::isinf(width) ? range.high / limit - range.low / limit : width / limit;
-    group.scale = round_to(o.scale, step);
-    if (group.scale == 0) return {};
-    group.zero = decode<formats::uint4>(encode<formats::uint4>(-range.low / group.scale));
-    return group;
+    const float scale = round_to<S>(step);
+    if (scale == 0) return {};
+    return {scale, decode<formats::uint4>(encode<formats::uint4>(-range.low / scale))};
   }
-  group.scale = round_to(o.scale, amax / limit);
-  return group.scale == 0 ? GroupScale{} : group;
+}
+
+/// The same for `count` groups.
+inline void group_scales(const Operand& o, const GroupRange* ranges, std::size_t count,
+                         const TensorScale& two_level, GroupScale* out) {
+  with_format(o.scale, [&]<Format S>() {
+    for (std::size_t g = 0; g < count; ++g) out[g] = group_scale<S>(o, ranges[g], two_level);
+  });
+}
+
+inline GroupScale group_scale(const Operand& o, GroupRange range, const TensorScale& two_level) {
+  GroupScale group;
+  group_scales(o, &range, 1, two_level, &group);
+  return group;
 }
 
 }  // namespace gatefold

@@ -29,7 +29,7 @@ class WorkspaceLayout {
   /// Offset of a new buffer of `count` elements.
   template <class T>
   std::size_t add(std::string_view name, std::size_t count) {
-    Region& region = regions_[used_++];
+    Region& region = regions_.at(used_++);
     region = {name, total_, count * sizeof(T)};
     total_ += (region.bytes + kAlignment - 1) / kAlignment * kAlignment + canary_;
     return region.offset;

@@ -94,7 +94,7 @@ class RoundToNearest {
     ranges_.assign(ranges_.size(), {});
     for (std::int64_t n = begin; n < end; ++n)
       if (Status status = add_ranges(n); !status.ok()) return status;
-    for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g] = group_scale(operand_, ranges_[g], factor_);
+    group_scales(operand_, ranges_.data(), groups_.size(), factor_, groups_.data());
     if (options_.scale_search) search(begin, end);
     for (std::size_t g = 0; g < groups_.size(); ++g) {
       scales_[g] = real_scale(groups_[g]);
@@ -145,10 +145,9 @@ class RoundToNearest {
   }
 
   void store_scales(std::int64_t band) {
-    for (std::size_t g = 0; g < groups_.size(); ++g) {
-      const std::int64_t at = band * layout_.scale_cols + static_cast<std::int64_t>(g);
-      store_scale(out_, at, groups_[g].scale);
-      if (layout_.zero_bytes == 0) continue;
+    for (std::size_t g = 0; g < groups_.size(); ++g) scales_[g] = groups_[g].scale;
+    gatefold::store_scales(out_, band * layout_.scale_cols, scales_.data(), scales_.size());
+    for (std::size_t g = 0; layout_.zero_bytes != 0 && g < groups_.size(); ++g) {
       const auto code = static_cast<std::byte>(groups_[g].zero);
       std::byte& pair = out_.zero_points[band * layout_.zero_row_bytes + g / 2];
       pair |= g % 2 == 0 ? code : code << 4;
