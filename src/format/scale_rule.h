@@ -61,8 +61,8 @@ inline float tensor_scale(const Operand& o, float amax) {
   return scale > 0 ? scale : 1.0f;
 }
 
-/// The scale of a group, in format S, which is o.scale. `two_level` is the f32 of a two-level operand, in either
-/// direction.
+/// The scale of a group, in format S, which is o.scale. `two_level` is the f32 of a two-level operand, in
+/// either direction.
 template <Format S>
 GroupScale group_scale(const Operand& o, GroupRange range, const TensorScale& two_level) {
   const auto limit = static_cast<float>(o.value.max());
