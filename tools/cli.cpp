@@ -30,6 +30,12 @@ std::string_view code_name(Code code) {
   return "internal";
 }
 
+std::string isa_names() {
+  std::string names;
+  for (const Isa isa : all_isas) names += (names.empty() ? "" : ",") + std::string(name(isa));
+  return names;
+}
+
 /// --cpu must be known before the library asks for it (src/format/options.cpp), and must not be ignored.
 std::string choose_cpu(const std::string& wanted) {
   for (const Isa isa : all_isas)
@@ -38,7 +44,7 @@ std::string choose_cpu(const std::string& wanted) {
       setenv("GATEFOLD_CPU", wanted.c_str(), 1);
       return {};
     }
-  return fmt::format("{} is none of portable, avx2, avx512", wanted);
+  return fmt::format("{} is none of {}", wanted, isa_names());
 }
 
 }  // namespace
@@ -51,7 +57,7 @@ Cli::Cli() : app_("Quantized Mixture-of-Experts layers", "gatefold") {
   app_.add_flag("--json", json_, "Print one JSON object, everything else to stderr");
   app_.add_option("--threads", threads_, "Threads; 0: as many as OpenMP takes")->check(CLI::Range(0, 4096));
   app_.add_option("--cpu", "Run the kernels of this instruction set")
-      ->check(CLI::Validator(choose_cpu, "{portable,avx2,avx512}"));
+      ->check(CLI::Validator(choose_cpu, "{" + isa_names() + "}"));
 }
 
 CLI::App* Cli::add(const std::string& name, const std::string& description, Action action) {

@@ -39,12 +39,14 @@ struct BenchRow {
   int tokens = 0;
   int runs = 0;
   double us_median = 0, us_min = 0, us_max = 0;
-  std::uint64_t weight_bytes = 0;   ///< packed bytes, scales included, of the experts that a call hits (mean)
-  double gb_per_s = 0;              ///< weight_bytes / time, median
-  double gflop_per_s = 0;           ///< 6 * tokens * top_k * hidden * intermediate / time
-  double read_gb_per_s = 0;         ///< plain reading by the same threads, between the runs
-  double read_ratio = 0;            ///< gb_per_s / read_gb_per_s
-  double multiply_gflop_per_s = 0;  ///< f32 multiply-add in registers by the same threads
+  std::uint64_t weight_bytes = 0;  ///< packed bytes, scales included, of the experts that a call hits (mean)
+  double gb_per_s = 0;             ///< weight_bytes / time, median
+  double gflop_per_s = 0;          ///< 6 * tokens * top_k * hidden * intermediate / time
+  double read_gb_per_s = 0;        ///< plain reading by the same threads, between the runs
+  double read_ratio = 0;           ///< gb_per_s / read_gb_per_s
+  /// The best multiply-add in registers by the same threads: of int8 if the scheme's activations are int8,
+  /// else of f32 or bf16, whichever is faster.
+  double multiply_gflop_per_s = 0;
   double multiply_ratio = 0;
 };
 

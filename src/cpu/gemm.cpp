@@ -13,7 +13,7 @@ extern const Multiply multiply_kernel;
 }
 
 Multiply multiply(Isa isa) {
-  switch (isa) {
+  switch (base(isa)) {
     case Isa::avx512:
       return avx512::multiply_kernel;
     case Isa::avx2:

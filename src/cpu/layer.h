@@ -107,7 +107,9 @@ class LayerThread {
     const std::int64_t shared = shared_k_ == 0 ? 0 : (shared_rows + step - 1) / step;
     const std::int32_t* active = b_.active.at(base_);
     const std::int64_t tasks = shared + (std::find(active, active + spec_.experts, -1) - active) * each;
-#pragma omp for schedule(dynamic)
+    // Runs of blocks, so that each thread reads memory in order; enough of them to end together.
+    const std::int64_t run = std::max<std::int64_t>(1, tasks / (16 * call_.options.threads));
+#pragma omp for schedule(dynamic, run)
     for (std::int64_t task = 0; task < tasks; ++task) {
       if (task < shared)
         f(shared_job(), task * step);
@@ -135,11 +137,9 @@ class LayerThread {
   float shared_weight(const float* hidden) const;
 };
 
-/// The kernels: every thread of a new team runs them.
-void rows_workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
-void rows_layer(Isa isa, const MoeCall& call);
-void panel_workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
-void panel_layer(const MoeCall& call);
-extern const WeightLayout rows_layout, panel_layout;
+/// The kernel of an instruction set.
+void panel_workspace(Isa isa, const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
+void panel_layer(Isa isa, const MoeCall& call);
+extern const WeightLayout panel_layout;
 
 }  // namespace gatefold

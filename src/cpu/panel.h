@@ -1,15 +1,14 @@
 #pragma once
 /// \file
-/// Weights as panels of 16 rows, for CPUs whose multiply takes pairs of bf16 (AVX512_BF16). Codes of every
-/// format are exact in bf16, so the multiply works on codes, and scales are applied to sums.
+/// Weights as panels of 16 rows, one per 32-bit lane: the layout that all CPU kernels read. The multiply
+/// works on codes; scales are applied to sums.
 ///
-/// A panel holds its values as 64-byte loads, then what belongs to its blocks and rows:
-///   values        [blocks][block * bits * 16 / 512] loads. A load holds 2 * 16 / bits columns; how it
-///   spreads
-///                 over lanes is the decoder's business (panel_avx512bf16.cpp)
-///   block scales  [blocks][16] in the scheme's format, or one f32 where the scheme's group has 16 rows or
-///   more zero points   [blocks][16] bytes row scales    [16] f32: channel or tensor scale, or the matrix's
-///   second-level scale
+/// A panel is one stream of memory, read from its beginning to its end:
+///   row scales    [16] f32: channel or tensor scale, or the matrix's second-level scale
+///   records, each for `record` blocks of k, and padded to 64 bytes after the zero points:
+///     block scales  [record][16] in the scheme's format, or one f32 where the scheme's group has 16 rows or
+///     more zero points   [record][16] bytes values        [record][value_bytes]; how codes lie in a line of
+///     64 bytes: place() in panel.cpp
 /// k is cut into blocks within which all scales, of weights and of activations, are constant; the last one is
 /// filled up with zeros.
 
@@ -17,56 +16,85 @@
 #include <cstdint>
 #include <string>
 
+#include "format/isa.h"
 #include "gatefold/quantize.h"
 
 namespace gatefold {
 
 inline constexpr std::int64_t kPanelRows = 16;
 
+/// How far ahead weights are prefetched by default. AMD's own prefetchers follow one stream best undisturbed;
+/// Intel's stop at pages, and do not run far enough ahead when decoding takes time.
+std::int64_t panel_prefetch();
+
 /// Sizes of an [n, k] matrix in panels.
 struct PanelShape {
   std::int64_t n = 0, k = 0;
-  std::int64_t panels = 0, block = 0, blocks = 0;
-  std::size_t value_bytes = 0, scale_bytes = 0, zero_bytes = 0;  ///< of one block
+  std::int64_t panels = 0, block = 0, blocks = 0, record = 0;
+  std::size_t value_bytes = 0, scale_bytes = 0;  ///< of one block
+  std::size_t zeros_at = 0, values_at = 0;       ///< in a record
+  std::size_t row_scale_bytes = 0;               ///< 64, or 0 where there are none
   std::size_t panel_bytes = 0;
+  std::int64_t prefetch = panel_prefetch();  ///< bytes; not part of the layout
 
   std::int64_t padded_k() const { return block * blocks; }
   std::size_t bytes() const { return panel_bytes * static_cast<std::size_t>(panels); }
-  std::size_t scales_at() const { return value_bytes * static_cast<std::size_t>(blocks); }
-  std::size_t zeros_at() const { return scales_at() + scale_bytes * static_cast<std::size_t>(blocks); }
-  std::size_t row_scales_at() const { return panel_bytes - 64; }
+  /// Where the record of a block begins.
+  std::size_t record_at(std::int64_t b) const {
+    const std::size_t bytes = values_at + value_bytes * static_cast<std::size_t>(record);
+    return row_scale_bytes + static_cast<std::size_t>(b / record) * bytes;
+  }
 };
 
 /// Block scales that a checkpoint holds in another format than the scheme's become f32.
 PanelShape panel_shape(const Scheme& scheme, Format scale_format, std::int64_t n, std::int64_t k);
 
-/// Empty if the panels can hold the scheme, and be multiplied with such activations; else why not.
-std::string panels_refuse(const Scheme& scheme, const Operand& activation);
+/// Fills panels from a matrix in the canonical layout; `out` is zeroed and 64-byte aligned. The panels are
+/// `stride` bytes apart, so that matrices that are multiplied by the same inputs can take turns.
+void pack_panels(const QuantizedMatrix& matrix, const PanelShape& shape, std::byte* out, std::size_t stride);
 
-/// Fills panels from a matrix in the canonical layout. `out` has shape.bytes(), zeroed, 64-byte aligned.
-void pack_panels(const QuantizedMatrix& matrix, const PanelShape& shape, std::byte* out);
+/// How activations are multiplied. Weights whose codes are small integers (or twice a value is one) take
+/// bytes, which int8 multiplies take four at a time:
+///   limbs1  int8 and e2m1 activations (e2m1: twice the value), exact
+///   limbs2  all others, as 16-bit fixed point with a power of two per block: x = (256 * high + low) * scale.
+///   The
+///           error is at most 2^-15 of the block's largest number; bf16 itself is off by up to 2^-9 of each.
+/// Other weights take
+///   pairs   bf16, two at a time: activations that are exact in bf16
+///   floats  f32, everything
+enum class PanelForm { limbs1, limbs2, pairs, floats };
 
 /// One row of activations as the multiply wants it.
 struct PanelInput {
-  const std::uint16_t* codes = nullptr;  ///< bf16 [padded_k]
-  const float* block_scales = nullptr;   ///< [blocks], if activations have scales along k
-  const float* block_sums = nullptr;     ///< [blocks] sums of the codes, if weights have zero points
+  const std::byte* codes =
+      nullptr;  ///< [padded_k] in the form's type; low limbs `plane` bytes after the high
+  std::int64_t plane = 0;
+  const float* block_scales = nullptr;  ///< [blocks]
+  const float* block_sums = nullptr;    ///< [blocks] sums of the codes, for zero points
+  const std::int32_t* starts =
+      nullptr;  ///< [blocks][limbs] what sums of limbs start with: -offset * their sum
   float row_scale = 1.0f;
 };
 
+/// out[t * stride + r] = row r of the panel times input t.
+using PanelMultiply = void (*)(const PanelShape& shape, const std::byte* panel, const PanelInput* inputs,
+                               std::int64_t tokens, float* out, std::int64_t stride);
+
 struct PanelKernels {
-  /// out[t * stride + r] = row r of the panel times input t.
-  using Multiply = void (*)(const PanelShape& shape, const std::byte* panel, const PanelInput* inputs,
-                            std::int64_t tokens, float* out, std::int64_t stride);
-  Multiply multiply[std::size(operands::table)];      ///< by scheme, activations as in the scheme
-  Multiply weights_only[std::size(operands::table)];  ///< by scheme, 16-bit activations
-  /// y = g * sigmoid(alpha * g) * (u + beta), clamped before: Activation::Kind::swiglu.
-  void (*swiglu)(const float* gate, const float* up, std::int64_t count, float alpha, float beta, float limit,
-                 float* y);
+  /// nullptr if this instruction set has none. `scaled`: inputs have block scales. `foreign`: block scales
+  /// are f32 where the scheme has a shorter format.
+  PanelMultiply (*find)(SchemeId id, PanelForm form, bool scaled, bool foreign);
 };
 
-/// Empty if this CPU can run them, else what is missing.
-std::string_view panels_missing();
-const PanelKernels& panel_kernels();
+const PanelKernels& panel_kernels(Isa isa);
+
+/// What is added to codes of a format to make bytes of them (limbs1, limbs2).
+constexpr std::int32_t panel_offset(Format value) {
+  return value.bits == 8 ? 128 : value.is_integer() ? 8 : 12;
+}
+
+/// Whether multiplying pairs of bf16 is faster here than multiplying f32: on some CPUs it is twice as fast,
+/// on others half. Measured once.
+bool pairs_are_fast(Isa isa);
 
 }  // namespace gatefold

@@ -1,5 +1,6 @@
 // Kernels over panels (panel.h): codes are multiplied as bf16, 16 rows at a time, and scales applied to sums.
 
+#include "cpu/inputs.h"
 #include "cpu/layer.h"
 #include "cpu/panel.h"
 #include "gatefold/codec.h"
@@ -14,29 +15,54 @@ PanelShape shape_of(const PackedMatrix& m) {
   return panel_shape(scheme(m.scheme), m.scale_format, m.n, m.k);
 }
 
+/// The form in which activations meet weights (PanelForm).
+PanelForm choose_form(Isa isa, const Scheme& scheme, const Operand& activation) {
+  const Format w = scheme.weight.value, a = activation.value;
+  if (!a.stored() || w == formats::f16) return PanelForm::floats;
+  if (w.is_integer() || w.bits == 4)
+    return a == formats::int8 || a == formats::e2m1 ? PanelForm::limbs1 : PanelForm::limbs2;
+  return a != formats::f16 && pairs_are_fast(isa) ? PanelForm::pairs : PanelForm::floats;
+}
+
 /// Rows of activations as the multiply wants them (PanelInput).
 struct InputRows {
-  Buffer<std::uint16_t> codes;  // [rows, padded k]
+  Operand activation;
+  PanelForm form = PanelForm::floats;
+  bool scaled = false;          // has block scales
+  Buffer<std::byte> codes;      // [rows] of `row_bytes`
   Buffer<float> scales, sums;   // [rows, blocks]
+  Buffer<std::int32_t> starts;  // [rows, blocks, limbs]
   Buffer<float> row_scale;      // [rows]
-  std::int64_t stride = 0, blocks = 0;
+  std::int64_t stride = 0, blocks = 0, limbs = 1, row_bytes = 0;
+
+  std::int32_t offset = 0;  // of the weights' bytes
 
   InputRows() = default;
-  InputRows(const char* name, const Scheme& scheme, std::size_t rows, std::int64_t k,
-            WorkspaceLayout& layout) {
-    const PanelShape shape = panel_shape(scheme, scheme.weight.scale, kPanelRows, k);
+  InputRows(const char* name, Isa isa, SchemeId id, const MoeSpec& spec, const PlanOptions& options,
+            std::size_t rows, std::int64_t k, WorkspaceLayout& layout)
+      : activation(effective_activation(id, spec, options)) {
+    const Scheme& s = scheme(id);
+    const PanelShape shape = panel_shape(s, s.weight.scale, kPanelRows, k);
+    form = choose_form(isa, s, activation);
+    scaled = form == PanelForm::limbs2 ||
+             (form != PanelForm::floats && activation.quantized() && activation.group.k != 0);
+    limbs = form == PanelForm::limbs2 ? 2 : 1;
+    offset = panel_offset(s.weight.value);
     stride = shape.padded_k();
     blocks = shape.blocks;
-    const auto each = static_cast<std::size_t>(blocks);
-    codes = {layout.add<std::uint16_t>(name, rows * static_cast<std::size_t>(stride))};
-    scales = {layout.add<float>("block_scales", rows * each)};
-    sums = {layout.add<float>("block_sums", rows * each)};
+    row_bytes = stride * (form == PanelForm::floats ? 4 : form == PanelForm::pairs ? 2 : limbs);
+    const std::size_t each = rows * static_cast<std::size_t>(blocks);
+    codes = {layout.add<std::byte>(name, rows * static_cast<std::size_t>(row_bytes))};
+    scales = {layout.add<float>("block_scales", each)};
+    sums = {layout.add<float>("block_sums", each)};
+    starts = {layout.add<std::int32_t>("limb_sums", each * static_cast<std::size_t>(limbs))};
     row_scale = {layout.add<float>("row_scales", rows)};
   }
 
   PanelInput at(std::byte* base, std::int64_t row) const {
-    return {codes.at(base) + row * stride, scales.at(base) + row * blocks, sums.at(base) + row * blocks,
-            row_scale.at(base)[row]};
+    return {codes.at(base) + row * row_bytes,       stride,
+            scales.at(base) + row * blocks,         sums.at(base) + row * blocks,
+            starts.at(base) + row * blocks * limbs, row_scale.at(base)[row]};
   }
 };
 
@@ -44,23 +70,28 @@ struct PanelBuffers : LayerBuffers {
   InputRows routed_in, routed_mid_in, shared_in, shared_mid_in;
   Buffer<float> row;  // per thread [K]
 
-  PanelBuffers(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout)
+  PanelBuffers(Isa isa, const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout)
       : LayerBuffers(spec, options, layout) {
-    const Scheme& routed = scheme(spec.scheme);
-    routed_in = InputRows("routed_in", routed, may_be_static ? slots : tokens, spec.hidden, layout);
-    routed_mid_in = InputRows("routed_mid_in", routed, slots, spec.intermediate, layout);
-    row = {layout.add<float>("row", threads * k)};
+    const auto inputs = [&](const char* name, SchemeId id, std::size_t rows, std::int64_t width) {
+      return InputRows(name, isa, id, spec, options, rows, width, layout);
+    };
+    routed_in = inputs("routed_in", spec.scheme, may_be_static ? slots : tokens, spec.hidden);
+    routed_mid_in = inputs("routed_mid_in", spec.scheme, slots, spec.intermediate);
+    row = {layout.add<float>("row", threads * (k + 128))};
     if (spec.shared.intermediate == 0) return;
-    const Scheme& shared = scheme(spec.shared.scheme);
-    shared_in = InputRows("shared_in", shared, tokens, spec.hidden, layout);
-    shared_mid_in = InputRows("shared_mid_in", shared, tokens, spec.shared.intermediate, layout);
+    shared_in = inputs("shared_in", spec.shared.scheme, tokens, spec.hidden);
+    shared_mid_in = inputs("shared_mid_in", spec.shared.scheme, tokens, spec.shared.intermediate);
   }
 };
 
 class PanelThread : LayerThread {
  public:
-  PanelThread(const MoeCall& call, const PanelBuffers& b)
-      : LayerThread(Isa::avx512, call, b), in_(b), row_(b.row.at(base_) + thread_ * b.k) {}
+  PanelThread(Isa isa, const MoeCall& call, const PanelBuffers& b)
+      : LayerThread(isa, call, b),
+        in_(b),
+        panels_(panel_kernels(isa)),
+        inputs_(input_kernels(isa)),
+        row_(b.row.at(base_) + thread_ * (b.k + 128)) {}
 
   void run() {
     load_and_route();
@@ -77,23 +108,81 @@ class PanelThread : LayerThread {
   }
 
  private:
-  /// x [k] to row `to` of `rows`: codes as bf16, exactly, and scales beside them.
-  void code(const InputRows& rows, const Operand& act, const TensorRange& range, const float* x,
-            std::int64_t k, std::int64_t to) {
+  /// x [k] to row `to` of `rows`: what the multiply takes, and scales beside it.
+  void code(const InputRows& rows, const TensorRange& range, const float* x, std::int64_t k,
+            std::int64_t to) {
+    const Operand& act = rows.activation;
     std::copy_n(x, k, row_);
-    if (act.quantized()) code_activations(kernels_, act, range, scratch_, row_, k);
-    std::uint16_t* codes = rows.codes.at(base_) + to * rows.stride;
-    const float one = 1.0f, zero = 0.0f;
-    kernels_[formats::bf16].encode(row_, k, k, &one, &zero, reinterpret_cast<std::byte*>(codes));
-    std::fill(codes + k, codes + rows.stride, std::uint16_t{0});
+    std::fill(row_ + k, row_ + rows.stride, 0.0f);
+    if (act.quantized())
+      code_activations(kernels_, act, range, scratch_, row_, k);
+    else
+      round_activations(kernels_, act, range, scratch_, row_, k);
     const bool by_block = act.quantized() && act.group.k != 0;
+    float* scales = rows.scales.at(base_) + to * rows.blocks;
+    if (by_block) std::copy_n(scratch_.scales, rows.blocks, scales);
     rows.row_scale.at(base_)[to] = act.quantized() && !by_block ? scratch_.scales[0] : 1.0f;
-    if (by_block) std::copy_n(scratch_.scales, rows.blocks, rows.scales.at(base_) + to * rows.blocks);
+    std::byte* codes = rows.codes.at(base_) + to * rows.row_bytes;
+    switch (rows.form) {
+      case PanelForm::limbs1:
+        return to_limbs1(rows, codes, scales, to);
+      case PanelForm::limbs2:
+        return to_limbs2(rows, codes, scales, by_block, to);
+      case PanelForm::pairs: {
+        const float one = 1.0f, zero = 0.0f;
+        return kernels_[formats::bf16].encode(row_, rows.stride, rows.stride, &one, &zero, codes);
+      }
+      case PanelForm::floats:
+        return to_floats(rows, codes, scales, by_block, to);
+    }
+  }
+
+  void to_limbs1(const InputRows& rows, std::byte* codes, float* scales, std::int64_t to) {
+    auto* bytes = reinterpret_cast<std::int8_t*>(codes);
+    const bool doubled = rows.activation.value == formats::e2m1;
+    inputs_.to_bytes(row_, rows.stride, doubled ? 2.0f : 1.0f, bytes);
+    for (std::int64_t b = 0; doubled && rows.scaled && b < rows.blocks; ++b) scales[b] *= 0.5f;
+    add_limb_sums(rows, bytes, to);
+  }
+
+  /// Scales of the codes, if they have any along k, go into those of the fixed-point numbers.
+  void to_limbs2(const InputRows& rows, std::byte* codes, float* scales, bool by_block, std::int64_t to) {
+    auto* high = reinterpret_cast<std::int8_t*>(codes);
+    float* units = by_block ? scratch_.zeros : scales;
+    inputs_.fixed_point(row_, rows.stride, rows.stride / rows.blocks, high, high + rows.stride, units);
+    for (std::int64_t b = 0; by_block && b < rows.blocks; ++b) scales[b] *= units[b];
+    add_limb_sums(rows, high, to);
+  }
+
+  /// Sums for the offsets and zero points of weights.
+  void add_limb_sums(const InputRows& rows, const std::int8_t* limbs, std::int64_t to) {
     const std::int64_t block = rows.stride / rows.blocks;
+    std::int32_t* starts = rows.starts.at(base_) + to * rows.blocks * rows.limbs;
     float* sums = rows.sums.at(base_) + to * rows.blocks;
+    const std::int32_t offset = rows.offset;
+    for (std::int64_t b = 0; b < rows.blocks; ++b) {
+      std::int32_t total = 0;
+      for (std::int64_t l = 0; l < rows.limbs; ++l) {
+        std::int32_t sum = 0;
+        inputs_.sum_bytes(limbs + l * rows.stride + b * block, block, block, &sum);
+        starts[b * rows.limbs + l] = -offset * sum;
+        total = total * 256 + sum;
+      }
+      sums[b] = static_cast<float>(total);
+    }
+  }
+
+  void to_floats(const InputRows& rows, std::byte* codes, const float* scales, bool by_block,
+                 std::int64_t to) {
+    auto* out = reinterpret_cast<float*>(codes);
+    float* sums = rows.sums.at(base_) + to * rows.blocks;
+    const std::int64_t block = rows.stride / rows.blocks;
     for (std::int64_t b = 0; b < rows.blocks; ++b) {
       float sum = 0;
-      for (std::int64_t i = b * block; i < (b + 1) * block; ++i) sum += decode<formats::bf16>(codes[i]);
+      for (std::int64_t i = b * block; i < (b + 1) * block; ++i) {
+        out[i] = by_block ? row_[i] * scales[b] : row_[i];
+        sum += out[i];
+      }
       sums[b] = sum;
     }
   }
@@ -103,12 +192,12 @@ class PanelThread : LayerThread {
     const float amax = per_batch() ? batch_amax(hidden, tokens_, spec_.hidden, hidden_k_) : 0;
 #pragma omp for schedule(static) nowait
     for (std::int64_t row = 0; row < input_rows(); ++row)
-      code(in_.routed_in, routed_act_, routed_range(false, row, amax), hidden + input_token(row) * hidden_k_,
-           spec_.hidden, row);
+      code(in_.routed_in, routed_range(false, row, amax), hidden + input_token(row) * hidden_k_, spec_.hidden,
+           row);
     if (shared_k_ == 0) return;
 #pragma omp for schedule(static) nowait
     for (std::int64_t t = 0; t < tokens_; ++t)
-      code(in_.shared_in, shared_act_, {}, hidden + t * hidden_k_, spec_.hidden, t);
+      code(in_.shared_in, {}, hidden + t * hidden_k_, spec_.hidden, t);
   }
 
   void code_mid() {
@@ -116,45 +205,39 @@ class PanelThread : LayerThread {
     const float amax = per_batch() ? batch_amax(mid, slots_, spec_.intermediate, mid_k_) : 0;
 #pragma omp for schedule(static) nowait
     for (std::int64_t row = 0; row < slots_; ++row)
-      code(in_.routed_mid_in, routed_act_, routed_range(true, row, amax), mid + row * mid_k_,
-           spec_.intermediate, row);
+      code(in_.routed_mid_in, routed_range(true, row, amax), mid + row * mid_k_, spec_.intermediate, row);
     if (shared_k_ == 0) return;
 #pragma omp for schedule(static) nowait
     for (std::int64_t t = 0; t < tokens_; ++t)
-      code(in_.shared_mid_in, shared_act_, {}, b_.shared_mid.at(base_) + t * shared_k_,
-           spec_.shared.intermediate, t);
+      code(in_.shared_mid_in, {}, b_.shared_mid.at(base_) + t * shared_k_, spec_.shared.intermediate, t);
   }
 
-  /// out[row][0..16) = panel times inputs, for rows [0, count) of `inputs`.
-  void multiply(const PackedMatrix& matrix, const PanelShape& shape, std::int64_t first,
-                const PanelInput* inputs, std::int64_t count, float* out, std::int64_t stride) const {
-    const auto id = static_cast<std::size_t>(matrix.scheme);
-    const auto& kernels = panel_kernels();
-    const std::byte* panel = matrix.data + static_cast<std::size_t>(first / kPanelRows) * shape.panel_bytes;
-    (call_.options.weights_only ? kernels.weights_only : kernels.multiply)[id](shape, panel, inputs, count,
-                                                                               out, stride);
+  PanelMultiply kernel(const PackedMatrix& m, const InputRows& rows) const {
+    return panels_.find(m.scheme, rows.form, rows.scaled, m.scale_format != scheme(m.scheme).weight.scale);
   }
 
   void gate_up() {
-    for_each_block(
-        kPanelRows, spec_.intermediate, spec_.shared.intermediate, [&](const Job& job, std::int64_t first) {
-          const PackedMatrix &gate = job.ffn->gate, &up = job.ffn->up;
-          const PanelShape gate_shape = shape_of(gate), up_shape = shape_of(up);
-          const std::int64_t width = gate.n, count = std::min(kPanelRows, width - first),
-                             stride = padded(width);
-          for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
-            const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
-            PanelInput in[kTokenBlock];
-            float g[kTokenBlock * kPanelRows], u[kTokenBlock * kPanelRows];
-            for (std::int64_t i = 0; i < rows; ++i)
-              in[i] = (job.routed ? in_.routed_in : in_.shared_in).at(base_, input_row(job, at + i));
-            multiply(gate, gate_shape, first, in, rows, g, kPanelRows);
-            multiply(up, up_shape, first, in, rows, u, kPanelRows);
-            for (std::int64_t i = 0; i < rows; ++i)
-              activate_row(job, first, count, g + i * kPanelRows, u + i * kPanelRows,
-                           job.mid + (at + i) * stride + first);
-          }
-        });
+    const auto run = [&](const Job& job, std::int64_t first) {
+      const PackedMatrix &gate = job.ffn->gate, &up = job.ffn->up;
+      const PanelShape gate_shape = shape_of(gate), up_shape = shape_of(up);
+      const InputRows& inputs = job.routed ? in_.routed_in : in_.shared_in;
+      const PanelMultiply gate_kernel = kernel(gate, inputs), up_kernel = kernel(up, inputs);
+      const std::size_t at_panel =
+          static_cast<std::size_t>(first / kPanelRows) * (gate_shape.panel_bytes + up_shape.panel_bytes);
+      const std::int64_t count = std::min(kPanelRows, gate.n - first), stride = padded(gate.n);
+      for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
+        const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
+        PanelInput in[kTokenBlock];
+        float g[kTokenBlock * kPanelRows], u[kTokenBlock * kPanelRows];
+        for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, input_row(job, at + i));
+        gate_kernel(gate_shape, gate.data + at_panel, in, rows, g, kPanelRows);
+        up_kernel(up_shape, up.data + at_panel, in, rows, u, kPanelRows);
+        for (std::int64_t i = 0; i < rows; ++i)
+          activate_row(job, first, count, g + i * kPanelRows, u + i * kPanelRows,
+                       job.mid + (at + i) * stride + first);
+      }
+    };
+    for_each_block(kPanelRows, spec_.intermediate, spec_.shared.intermediate, run);
   }
 
   void activate_row(const Job& job, std::int64_t first, std::int64_t count, float* gate, float* up,
@@ -165,29 +248,34 @@ class PanelThread : LayerThread {
     }
     const Activation& a = spec_.activation;
     if (a.kind == Activation::Kind::swiglu)
-      return panel_kernels().swiglu(gate, up, count, a.alpha, a.beta, a.limit, y);
+      return inputs_.swiglu(gate, up, count, a.alpha, a.beta, a.limit, y);
     for (std::int64_t n = 0; n < count; ++n) y[n] = activate(a, gate[n], up[n]);
   }
 
   void down() {
-    for_each_block(kPanelRows, spec_.hidden, spec_.hidden, [&](const Job& job, std::int64_t first) {
+    const auto run = [&](const Job& job, std::int64_t first) {
       const PackedMatrix& matrix = job.ffn->down;
       const PanelShape shape = shape_of(matrix);
+      const InputRows& inputs = job.routed ? in_.routed_mid_in : in_.shared_mid_in;
+      const PanelMultiply multiply = kernel(matrix, inputs);
+      const std::byte* panel = matrix.data + static_cast<std::size_t>(first / kPanelRows) * shape.panel_bytes;
       const std::int64_t count = std::min(kPanelRows, spec_.hidden - first);
       for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
         const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
         PanelInput in[kTokenBlock];
-        for (std::int64_t i = 0; i < rows; ++i)
-          in[i] = (job.routed ? in_.routed_mid_in : in_.shared_mid_in).at(base_, job.first + at + i);
+        for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, job.first + at + i);
         float* out = job.out + at * hidden_k_ + first;  // H is padded to whole panels
-        multiply(matrix, shape, first, in, rows, out, hidden_k_);
+        multiply(shape, panel, in, rows, out, hidden_k_);
         for (std::int64_t i = 0; job.down_bias != nullptr && i < rows; ++i)
           for (std::int64_t n = 0; n < count; ++n) out[i * hidden_k_ + n] += job.down_bias[first + n];
       }
-    });
+    };
+    for_each_block(kPanelRows, spec_.hidden, spec_.hidden, run);
   }
 
   const PanelBuffers& in_;
+  const PanelKernels& panels_;
+  const InputKernels& inputs_;
   float* row_;
 };
 
@@ -195,23 +283,30 @@ std::size_t panel_layout_bytes(SchemeId id, Format scale_format, std::int64_t n,
   return panel_shape(scheme(id), scale_format, n, k).bytes();
 }
 
-void pack_panel_layout(const QuantizedMatrix& m, std::byte* out) {
-  pack_panels(m, panel_shape(scheme(m.scheme), m.scale_format, m.n, m.k), out);
+/// The matrices take turns, a panel each.
+void pack_panel_layout(const QuantizedMatrix* matrices, int count, std::byte* out, PackedMatrix* packed) {
+  std::size_t stride = 0;
+  for (int i = 0; i < count; ++i) {
+    packed[i].data = out + stride;
+    stride += shape_of(packed[i]).panel_bytes;
+  }
+  for (int i = 0; i < count; ++i)
+    pack_panels(matrices[i], shape_of(packed[i]), out + (packed[i].data - out), stride);
 }
 
 }  // namespace
 
 const WeightLayout panel_layout{"panels", panel_layout_bytes, pack_panel_layout};
 
-void panel_workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {
-  PanelBuffers(spec, options, layout);
+void panel_workspace(Isa isa, const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {
+  PanelBuffers(isa, spec, options, layout);
 }
 
-void panel_layer(const MoeCall& call) {
+void panel_layer(Isa isa, const MoeCall& call) {
   WorkspaceLayout layout(call.options.debug_workspace);
-  const PanelBuffers buffers(call.spec, call.options, layout);
+  const PanelBuffers buffers(isa, call.spec, call.options, layout);
 #pragma omp parallel num_threads(call.options.threads)
-  PanelThread(call, buffers).run();
+  PanelThread(isa, call, buffers).run();
 }
 
 }  // namespace gatefold

@@ -1,13 +1,34 @@
 #include "format/isa.h"
 
+#include <cpuid.h>
+
 #include "format/options.h"
 
 namespace gatefold {
+namespace {
+
+// The compiler's list of names lacks these two.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+bool has_avxvnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
+}
+
+}  // namespace
 
 std::string_view name(Isa isa) {
   switch (isa) {
+    case Isa::avx512bf16:
+      return "avx512bf16";
+    case Isa::avx512vnni:
+      return "avx512vnni";
     case Isa::avx512:
       return "avx512";
+    case Isa::avxvnni:
+      return "avxvnni";
     case Isa::avx2:
       return "avx2";
     default:
@@ -20,12 +41,19 @@ std::string_view missing(Isa isa) {
   if (isa >= Isa::avx2) {
     if (!__builtin_cpu_supports("avx2")) return "the CPU has no avx2";
     if (!__builtin_cpu_supports("fma")) return "the CPU has no fma";
+    if (!has_f16c()) return "the CPU has no f16c";
   }
-  if (isa == Isa::avx512) {
+  if (isa == Isa::avxvnni && !has_avxvnni()) return "the CPU has no avx_vnni";
+  if (isa >= Isa::avx512) {
     if (!__builtin_cpu_supports("avx512f")) return "the CPU has no avx512f";
     if (!__builtin_cpu_supports("avx512bw")) return "the CPU has no avx512bw";
     if (!__builtin_cpu_supports("avx512vl")) return "the CPU has no avx512vl";
     if (!__builtin_cpu_supports("avx512dq")) return "the CPU has no avx512dq";
+  }
+  if (isa >= Isa::avx512vnni && !__builtin_cpu_supports("avx512vnni")) return "the CPU has no avx512_vnni";
+  if (isa == Isa::avx512bf16) {
+    if (!__builtin_cpu_supports("avx512bf16")) return "the CPU has no avx512_bf16";
+    if (!__builtin_cpu_supports("avx512vbmi")) return "the CPU has no avx512_vbmi";
   }
   return {};
 }

@@ -13,7 +13,7 @@ extern const RowKernels& rows;
 }
 
 const RowKernels& row_kernels(Isa isa) {
-  switch (isa) {
+  switch (base(isa)) {
     case Isa::avx512:
       return avx512::rows;
     case Isa::avx2:

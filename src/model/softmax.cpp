@@ -13,7 +13,7 @@ extern const AbsorbScores absorb;
 }
 
 AbsorbScores absorb_scores(Isa isa) {
-  switch (isa) {
+  switch (base(isa)) {
     case Isa::avx512:
       return avx512::absorb;
     case Isa::avx2:

@@ -12,6 +12,7 @@
 
 #include "cpu/probe.h"
 #include "gatefold/moe.h"
+#include "moe/arena.h"
 
 namespace gatefold {
 namespace {
@@ -28,35 +29,28 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// Reads and multiplies as fast as the machine can. The buffer is larger than any cache.
+/// Reads and multiplies as fast as the machine can. The memory is larger than any cache, in large pages like
+/// weights.
 class Ceilings {
  public:
-  explicit Ceilings(int threads) : threads_(threads), data_(new float[kFloats]) {
+  explicit Ceilings(int threads) : threads_(threads), memory_(kFloats * sizeof(float)) {
 #pragma omp parallel for num_threads(threads_) schedule(static)
-    for (std::int64_t piece = 0; piece < kPieces; ++piece)
-      std::fill_n(data_.get() + piece * kPiece, kPiece, 1.0f);
+    for (std::int64_t piece = 0; piece < kPieces; ++piece) std::fill_n(data() + piece * kPiece, kPiece, 1.0f);
+  }
+  bool ok() const {
+    return memory_.data() != nullptr;
   }
 
+  /// The better of reading with and without prefetches: CPUs differ.
   void read() {
-    const auto start = Clock::now();
-    float sum = 0;
-    const int step = next_step_++ % kSteps;
-#pragma omp parallel for num_threads(threads_) schedule(static) reduction(+ : sum)
-    for (std::int64_t piece = 0; piece < kPieces / kSteps; ++piece)
-      sum += probe_.read(data_.get() + (piece + step * (kPieces / kSteps)) * kPiece, kPiece);
-    sink_ = sum;
-    reads_.push_back(kFloats / kSteps * 4.0 / seconds_since(start) / 1e9);
+    reads_.push_back(std::max(read(0), read(4096)));
   }
 
-  void multiply() {
-    const auto start = Clock::now();
-    double operations = 0;
-#pragma omp parallel num_threads(threads_) reduction(+ : operations)
-    {
-      float scratch[64] = {};
-      operations += probe_.multiply(2'000'000, scratch);
-    }
-    multiplies_.push_back(operations / seconds_since(start) / 1e9);
+  /// The best rate for activations of 8 or 16 bits.
+  void multiply(bool int8) {
+    double best = rate(int8 ? probe_.multiply_int8 : probe_.multiply_f32);
+    if (!int8 && probe_.multiply_bf16 != nullptr) best = std::max(best, rate(probe_.multiply_bf16));
+    multiplies_.push_back(best);
   }
 
   void forget() {
@@ -71,14 +65,37 @@ class Ceilings {
   }
 
  private:
+  float* data() {
+    return reinterpret_cast<float*>(memory_.data());
+  }
+
+  double read(std::int64_t prefetch) {
+    const auto start = Clock::now();
+    const int step = next_step_++ % kSteps;
+#pragma omp parallel for num_threads(threads_) schedule(static)
+    for (std::int64_t piece = 0; piece < kPieces / kSteps; ++piece)
+      probe_.read(data() + (piece + step * (kPieces / kSteps)) * kPiece, kPiece, prefetch);
+    return kFloats / kSteps * 4.0 / seconds_since(start) / 1e9;
+  }
+
+  double rate(Probe::Multiply probe) const {
+    const auto start = Clock::now();
+    double operations = 0;
+#pragma omp parallel num_threads(threads_) reduction(+ : operations)
+    {
+      alignas(64) float scratch[64] = {};
+      operations += probe(500'000, scratch);
+    }
+    return operations / seconds_since(start) / 1e9;
+  }
+
   static constexpr std::int64_t kPiece = 1 << 18, kPieces = 2048, kSteps = 16,
                                 kFloats = kPiece * kPieces;  // 2 GiB
   const Probe& probe_ = probe(best_isa());
   int threads_;
-  std::unique_ptr<float[]> data_;
+  Arena memory_;
   int next_step_ = 0;
   std::vector<double> reads_, multiplies_;
-  volatile float sink_ = 0;
 };
 
 /// Random weights: one expert is quantized, the others are copies in memory of their own.
@@ -144,7 +161,7 @@ Result<BenchRow> time_row(const MoeSpec& spec, const std::vector<ExpertWeights>&
     const double seconds = seconds_since(began);
     if (!status.ok()) return status;
     ceilings.read();
-    ceilings.multiply();
+    ceilings.multiply(scheme(spec.scheme).activation.value == formats::int8);
     if (run == 0) continue;  // first touch of the workspace
     times.push_back(seconds * 1e6);
     bytes.push_back(static_cast<double>(distinct(ids) * layer.packed_expert_bytes()));
@@ -186,6 +203,7 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
   BenchOptions options = requested;
   if (options.threads == 0) options.threads = omp_get_max_threads();
   Ceilings ceilings(options.threads);
+  if (!ceilings.ok()) return Status(Code::io_error, "no memory for the 2 GiB that reading is measured on");
   std::mt19937 random(1);
   std::vector<BenchRow> rows;
   for (const SchemeId id : options.schemes) {

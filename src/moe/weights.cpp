@@ -57,17 +57,30 @@ class Packer {
 
   Status pack(const ExpertSource& source, const char* which, int expert, SchemeId scheme, std::int64_t hidden,
               std::int64_t intermediate, Ffn& ffn) {
-    for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+    const auto take = [&](Projection projection) -> Result<QuantizedMatrix> {
+      Result<QuantizedMatrix> matrix = source(expert, projection);
+      if (!matrix) return matrix;
       const bool down = projection == Projection::down;
-      const Result<QuantizedMatrix> matrix = source(expert, projection);
-      if (!matrix) return matrix.status();
       const Status status =
           check_matrix(*matrix, scheme, down ? hidden : intermediate, down ? intermediate : hidden);
-      if (!status.ok())
-        return {status.code(),
-                fmt::format("{} expert {}, {}: {}", which, expert, name(projection), status.message())};
-      (projection == Projection::gate ? ffn.gate : down ? ffn.down : ffn.up) = pack(*matrix);
+      if (status.ok()) return matrix;
+      return Status(status.code(),
+                    fmt::format("{} expert {}, {}: {}", which, expert, name(projection), status.message()));
+    };
+    std::vector<QuantizedMatrix> gate_up;
+    for (const Projection projection : {Projection::gate, Projection::up}) {
+      Result<QuantizedMatrix> matrix = take(projection);
+      if (!matrix) return matrix.status();
+      gate_up.push_back(std::move(*matrix));
     }
+    PackedMatrix packed[2];
+    pack(gate_up.data(), 2, packed);
+    ffn.gate = packed[0];
+    ffn.up = packed[1];
+    gate_up.clear();
+    const Result<QuantizedMatrix> down = take(Projection::down);
+    if (!down) return down.status();
+    pack(&*down, 1, &ffn.down);
     const auto& gate = ffn.gate.input_scale;
     const auto& up = ffn.up.input_scale;
     if (gate.has_value() != up.has_value() ||
@@ -88,12 +101,16 @@ class Packer {
  private:
   static std::size_t padded(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-  PackedMatrix pack(const QuantizedMatrix& matrix) {
-    layout_.pack(matrix, next_);
-    const PackedMatrix packed{matrix.scheme,       matrix.n,           matrix.k, matrix.scale_format,
-                              matrix.tensor_scale, matrix.input_scale, next_};
-    next_ += padded(layout_.bytes(matrix.scheme, matrix.scale_format, matrix.n, matrix.k));
-    return packed;
+  void pack(const QuantizedMatrix* matrices, int count, PackedMatrix* packed) {
+    for (int i = 0; i < count; ++i) {
+      const QuantizedMatrix& m = matrices[i];
+      packed[i] = {m.scheme, m.n, m.k, m.scale_format, m.tensor_scale, m.input_scale, nullptr};
+    }
+    layout_.pack(matrices, count, next_, packed);
+    for (int i = 0; i < count; ++i) {
+      const QuantizedMatrix& m = matrices[i];
+      next_ += padded(layout_.bytes(m.scheme, m.scale_format, m.n, m.k));
+    }
   }
 
   const WeightLayout& layout_;

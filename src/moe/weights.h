@@ -9,15 +9,6 @@
 
 namespace gatefold {
 
-/// How a matrix lies in memory. Kernels name the layout that they read.
-struct WeightLayout {
-  std::string_view name;
-  /// Bytes of an [n, k] matrix whose scales are stored in `scale_format`.
-  std::size_t (*bytes)(SchemeId scheme, Format scale_format, std::int64_t n, std::int64_t k);
-  /// `out` is zeroed and 64-byte aligned.
-  void (*pack)(const QuantizedMatrix& matrix, std::byte* out);
-};
-
 struct PackedMatrix {
   SchemeId scheme = SchemeId::bf16;
   std::int64_t n = 0, k = 0;
@@ -25,6 +16,16 @@ struct PackedMatrix {
   TensorScale tensor_scale;
   std::optional<TensorScale> input_scale;
   const std::byte* data = nullptr;
+};
+
+/// How matrices lie in memory. Kernels name the layout that they read.
+struct WeightLayout {
+  std::string_view name;
+  /// Bytes of an [n, k] matrix whose scales are stored in `scale_format`.
+  std::size_t (*bytes)(SchemeId scheme, Format scale_format, std::int64_t n, std::int64_t k);
+  /// Packs `count` matrices of one shape, which are multiplied by the same inputs, into the sum of their
+  /// bytes, and sets where each begins. `out` is zeroed and 64-byte aligned.
+  void (*pack)(const QuantizedMatrix* matrices, int count, std::byte* out, PackedMatrix* packed);
 };
 
 /// One feed-forward network: gate and up [I, H], down [H, I].

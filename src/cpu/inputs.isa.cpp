@@ -1,0 +1,95 @@
+#include "cpu/inputs.h"
+
+#include <bit>
+#include <cstdint>
+
+namespace gatefold::GATEFOLD_ISA {
+namespace {
+
+/// Nearest integer, ties to even, of |x| < 2^22.
+inline float nearest(float x) {
+  constexpr float shift = 12582912.0f;
+  return (x + shift) - shift;
+}
+
+inline std::uint32_t magnitude(float x) {
+  return std::bit_cast<std::uint32_t>(x) & 0x7fffffff;
+}
+
+void fixed_point(const float* x, std::int64_t k, std::int64_t block, std::int8_t* high, std::int8_t* low,
+                 float* scales) {
+  constexpr std::uint32_t kMost = 127 * 256 + 127;
+  constexpr auto kEnd = static_cast<std::int32_t>(kMost);
+  for (std::int64_t b = 0; b < k; b += block, ++scales) {
+    std::uint32_t largest = 0;
+    for (std::int64_t i = b; i < b + block; ++i) {
+      const std::uint32_t bits = magnitude(x[i]);
+      largest = bits > largest ? bits : largest;
+    }
+    // amax = m * 2^e with 1 <= m < 2: the unit is 2^(e - 14), or twice that if amax came to more than kMost
+    // units. Blocks of tiny numbers use the smallest unit that is safe to invert; Inf and NaN make the scale
+    // NaN.
+    std::int32_t exponent = static_cast<std::int32_t>(largest >> 23) - 14;
+    const bool tight = (largest & 0x7fffff) > (kMost - (1 << 14)) << 9;
+    exponent += tight ? 1 : 0;
+    exponent = exponent < 1 ? 1 : exponent;
+    const float unit = std::bit_cast<float>(static_cast<std::uint32_t>(exponent) << 23);
+    const float units = std::bit_cast<float>(static_cast<std::uint32_t>(254 - exponent) << 23);
+    *scales = largest < 0x7f800000 ? unit : std::bit_cast<float>(0x7fc00000u);
+    for (std::int64_t i = b; i < b + block; ++i) {
+      const auto n = static_cast<std::int32_t>(nearest(x[i] * units));
+      const std::int32_t code = n > kEnd ? kEnd : n < -kEnd ? -kEnd : n;
+      const std::int32_t top = (code + 128) >> 8;
+      high[i] = static_cast<std::int8_t>(top);
+      low[i] = static_cast<std::int8_t>(code - top * 256);
+    }
+  }
+}
+
+void to_bytes(const float* x, std::int64_t k, float factor, std::int8_t* bytes) {
+  for (std::int64_t i = 0; i < k; ++i)
+    bytes[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(x[i] * factor));
+}
+
+void sum_bytes(const std::int8_t* bytes, std::int64_t k, std::int64_t block, std::int32_t* sums) {
+  for (std::int64_t b = 0; b < k; b += block) {
+    std::int32_t sum = 0;
+    for (std::int64_t i = b; i < b + block; ++i) sum += bytes[i];
+    *sums++ = sum;
+  }
+}
+
+/// exp(x) for |x| <= 87: 2^n * e^r with |r| <= ln(2) / 2.
+inline float exponential(float x) {
+  const float n = nearest(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.0f / 5040;
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return std::bit_cast<float>(std::bit_cast<std::int32_t>(p) + (static_cast<std::int32_t>(n) << 23));
+}
+
+void swiglu(const float* gate, const float* up, std::int64_t count, float alpha, float beta, float limit,
+            float* y) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float g = gate[i] > limit ? limit : gate[i];  // NaN stays
+    const float bounded = up[i] > limit ? limit : up[i];
+    const float u = bounded < -limit ? -limit : bounded;
+    const float x = -alpha * g;
+    const float most = x < 87.0f ? x : 87.0f;
+    const float power = exponential(most > -87.0f ? most : -87.0f);
+    y[i] = g / (1.0f + power) * (u + beta);
+  }
+}
+
+}  // namespace
+
+extern const InputKernels input_kernels;
+const InputKernels input_kernels{fixed_point, to_bytes, sum_bytes, swiglu};
+
+}  // namespace gatefold::GATEFOLD_ISA

@@ -1,0 +1,159 @@
+#pragma once
+/// \file
+/// lanes.h on AVX-512: one register is 16 rows.
+
+namespace gatefold::GATEFOLD_ISA {
+namespace {
+
+constexpr int kRowsRegisters = 1;  // that 16 rows take
+
+struct Rows {
+  __m512 v;
+};
+struct Ints {
+  __m512i v;
+};
+struct Codes {
+  __m512i v;
+};
+
+inline Rows rows(float x) {
+  return {_mm512_set1_ps(x)};
+}
+inline Rows load_rows(const void* p) {
+  return {_mm512_loadu_ps(p)};
+}
+inline void store_rows(float* p, Rows a) {
+  _mm512_storeu_ps(p, a.v);
+}
+inline Rows operator+(Rows a, Rows b) {
+  return {_mm512_add_ps(a.v, b.v)};
+}
+inline Rows operator*(Rows a, Rows b) {
+  return {_mm512_mul_ps(a.v, b.v)};
+}
+/// a * b + c
+inline Rows multiply_add(Rows a, Rows b, Rows c) {
+  return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+
+inline Ints ints(std::int32_t x) {
+  return {_mm512_set1_epi32(x)};
+}
+inline Ints operator+(Ints a, Ints b) {
+  return {_mm512_add_epi32(a.v, b.v)};
+}
+inline Ints max(Ints a, Ints b) {
+  return {_mm512_max_epi32(a.v, b.v)};
+}
+template <int kBits>
+Ints shift_left(Ints a) {
+  return {_mm512_slli_epi32(a.v, kBits)};
+}
+inline Rows to_float(Ints a) {
+  return {_mm512_cvtepi32_ps(a.v)};
+}
+inline Rows as_float(Ints a) {
+  return {_mm512_castsi512_ps(a.v)};
+}
+
+inline Ints load_bytes_16(const std::byte* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline Ints load_words_16(const std::byte* p) {
+  return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Rows load_f16(const std::byte* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+inline Codes load_codes(const std::byte* p) {
+  return {_mm512_load_si512(p)};
+}
+inline void store_codes(std::byte* p, Codes a) {
+  _mm512_store_si512(p, a.v);
+}
+inline Codes low_nibbles(Codes a) {
+  return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))};
+}
+inline Codes high_nibbles(Codes a) {
+  return {_mm512_and_si512(_mm512_srli_epi32(a.v, 4), _mm512_set1_epi8(15))};
+}
+/// table[code] of codes below 16.
+inline Codes look_up(const std::uint8_t* table, Codes a) {
+  const __m128i t = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), a.v)};
+}
+/// Byte `kByte` of every lane, 0..255.
+template <int kByte>
+Ints byte(Codes a) {
+  if constexpr (kByte == 3) return {_mm512_srli_epi32(a.v, 24)};
+  return {_mm512_and_si512(_mm512_srli_epi32(a.v, 8 * kByte), _mm512_set1_epi32(255))};
+}
+/// Byte `kByte` of every lane, -128..127, times 2^(24 - kShift); of the low bits only those in `mask` stay.
+template <int kByte, int kShift>
+Ints top_byte(Codes a, std::uint32_t mask) {
+  const __m512i top = kByte == 3 ? a.v : _mm512_slli_epi32(a.v, 24 - 8 * kByte);
+  return {_mm512_and_si512(_mm512_srai_epi32(top, kShift), _mm512_set1_epi32(static_cast<int>(mask)))};
+}
+/// The high or low half of every lane as bf16.
+inline Rows high_bf16(Codes a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000))))};
+}
+inline Rows low_bf16(Codes a) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))};
+}
+
+/// sum + the dot product of 4 unsigned codes and 4 signed bytes of x. kNarrow: codes are below 32.
+template <bool kNarrow>
+Ints dot4(Ints sum, Codes codes, std::int32_t x) {
+  const __m512i bytes = _mm512_set1_epi32(x);
+#if defined(__AVX512VNNI__)
+  return {_mm512_dpbusd_epi32(sum.v, codes.v, bytes)};
+#else
+  const __m512i one = _mm512_set1_epi16(1);
+  if constexpr (kNarrow) {  // 2 * 31 * 128 fits in 16 bits
+    const __m512i pairs = _mm512_maddubs_epi16(codes.v, bytes);
+    return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, one))};
+  } else {  // by nibbles
+    const __m512i low = _mm512_maddubs_epi16(low_nibbles(codes).v, bytes);
+    const __m512i high = _mm512_maddubs_epi16(high_nibbles(codes).v, bytes);
+    const __m512i both =
+        _mm512_add_epi32(_mm512_madd_epi16(low, one), _mm512_madd_epi16(high, _mm512_set1_epi16(16)));
+    return {_mm512_add_epi32(sum.v, both)};
+  }
+#endif
+}
+
+#if defined(__AVX512BF16__)
+#define GATEFOLD_DOT2
+/// sum + the dot product of 2 bf16 and 2 bf16 of x.
+inline Rows dot2(Rows sum, Codes pair, std::uint32_t x) {
+  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(pair.v),
+                           reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(x))))};
+}
+
+/// 8-bit floats to bf16: two look-ups of 128 entries, for the high and the low byte; the sign is put in
+/// after. Bytes 0 and 2 of a lane become one pair, bytes 1 and 3 the other.
+struct PairTable {
+  __m512i low0, low1, high0, high1;
+  explicit PairTable(const std::uint8_t* low, const std::uint8_t* high)
+      : low0(_mm512_load_si512(low)),
+        low1(_mm512_load_si512(low + 64)),
+        high0(_mm512_load_si512(high)),
+        high1(_mm512_load_si512(high + 64)) {}
+  void operator()(Codes codes, Codes* pairs) const {
+    const __m512i low = _mm512_permutex2var_epi8(low0, codes.v, low1);
+    // look-up | (codes & 0x80)
+    const __m512i high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, codes.v, high1), codes.v,
+                                                   _mm512_set1_epi8(static_cast<char>(0x80)), 0xF8);
+    // select: from b where the mask is set, else from a
+    const __m512i mask = _mm512_set1_epi16(static_cast<short>(0xFF00));
+    pairs[0].v = _mm512_ternarylogic_epi32(mask, _mm512_slli_epi16(high, 8), low, 0xCA);
+    pairs[1].v = _mm512_ternarylogic_epi32(mask, high, _mm512_srli_epi16(low, 8), 0xCA);
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace gatefold::GATEFOLD_ISA
