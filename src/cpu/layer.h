@@ -9,6 +9,7 @@
 
 #include "cpu/activation.h"
 #include "cpu/gemm.h"
+#include "cpu/panel.h"
 #include "moe/kernel.h"
 
 namespace gatefold {
@@ -99,23 +100,30 @@ class LayerThread {
   Job routed_job(int expert) const;
   Job shared_job() const;
 
-  /// Calls f(job, first output row) for every block of `step` rows of every expert in use, on some thread.
-  /// Each output is computed by one call, so the schedule does not show in the result. Ends with a barrier.
+  /// Calls f(job, begin, end) for all panels of every expert in use, in runs, on some thread: a thread reads
+  /// memory in order, and there are enough runs to end together. Each output is computed by one call, so the
+  /// schedule does not show in the result. Ends with a barrier.
   template <class Function>
-  void for_each_block(std::int64_t step, std::int64_t routed_rows, std::int64_t shared_rows, Function&& f) {
-    const std::int64_t each = (routed_rows + step - 1) / step;
-    const std::int64_t shared = shared_k_ == 0 ? 0 : (shared_rows + step - 1) / step;
+  void for_each_run(std::int64_t routed_rows, std::int64_t shared_rows, Function&& f) {
+    const std::int64_t each = panels(routed_rows), shared = shared_k_ == 0 ? 0 : panels(shared_rows);
     const std::int32_t* active = b_.active.at(base_);
     const std::int64_t tasks = shared + (std::find(active, active + spec_.experts, -1) - active) * each;
-    // Runs of blocks, so that each thread reads memory in order; enough of them to end together.
-    const std::int64_t run = std::max<std::int64_t>(1, tasks / (16 * call_.options.threads));
-#pragma omp for schedule(dynamic, run)
-    for (std::int64_t task = 0; task < tasks; ++task) {
-      if (task < shared)
-        f(shared_job(), task * step);
-      else
-        f(routed_job(active[(task - shared) / each]), (task - shared) % each * step);
-    }
+    // Even, as kernels take two panels at once.
+    const std::int64_t run = std::max<std::int64_t>(2, tasks / (32 * call_.options.threads) / 2 * 2);
+#pragma omp for schedule(dynamic)
+    for (std::int64_t begin = 0; begin < tasks; begin += run)
+      for (std::int64_t task = begin, end = std::min(begin + run, tasks); task < end;) {
+        const bool is_shared = task < shared;
+        const Job job = is_shared ? shared_job() : routed_job(active[(task - shared) / each]);
+        const std::int64_t first = is_shared ? task : (task - shared) % each;
+        const std::int64_t last = std::min(first + end - task, is_shared ? shared : each);
+        f(job, first, last);
+        task += last - first;
+      }
+  }
+
+  static std::int64_t panels(std::int64_t rows) {
+    return (rows + kPanelRows - 1) / kPanelRows;
   }
 
   const MoeCall& call_;

@@ -76,9 +76,11 @@ struct PanelInput {
   float row_scale = 1.0f;
 };
 
-/// out[t * stride + r] = row r of the panel times input t.
-using PanelMultiply = void (*)(const PanelShape& shape, const std::byte* panel, const PanelInput* inputs,
-                               std::int64_t tokens, float* out, std::int64_t stride);
+/// `panels` panels, `apart` bytes from each other: out[t * stride + 16 * p + r] = row r of panel p times
+/// input t.
+using PanelMultiply = void (*)(const PanelShape& shape, const std::byte* first, std::int64_t apart,
+                               int panels, const PanelInput* inputs, std::int64_t tokens, float* out,
+                               std::int64_t stride);
 
 struct PanelKernels {
   /// nullptr if this instruction set has none. `scaled`: inputs have block scales. `foreign`: block scales

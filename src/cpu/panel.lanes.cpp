@@ -131,76 +131,84 @@ T load_input(const std::byte* p) {
 /// The sums of one block for M tokens, by the form of the activations. step() adds one step of weights, whose
 /// first column is `at`. Sums of integers are exact. Those of floats are kept in as many chains for every M,
 /// so that a token's result does not depend on its neighbours.
-template <Format F, PanelForm kForm, int M>
+template <Format F, PanelForm kForm, int P, int M>
 struct Block {
   using V = Values<F>;
   static constexpr int kLimbs = kForm == PanelForm::limbs2 ? 2 : 1;
-  static constexpr int kChains = M <= 2 ? V::kUnits : 1;  // few sums wait for themselves
-  Ints sums[M][kLimbs][kChains];
+  static constexpr int kChains = P * M <= 2 ? V::kUnits : 1;  // few sums wait for themselves
+  Ints sums[P][M][kLimbs][kChains];
 
   void begin(const PanelInput* inputs, std::int64_t b) {
-    for (int m = 0; m < M; ++m)
-      for (int l = 0; l < kLimbs; ++l)
-        for (int c = 0; c < kChains; ++c) sums[m][l][c] = ints(c == 0 ? inputs[m].starts[b * kLimbs + l] : 0);
+    for (auto& panel : sums)
+      for (int m = 0; m < M; ++m)
+        for (int l = 0; l < kLimbs; ++l)
+          for (int c = 0; c < kChains; ++c)
+            panel[m][l][c] = ints(c == 0 ? inputs[m].starts[b * kLimbs + l] : 0);
   }
-  void step(const V&, const std::byte* weights, const PanelInput* inputs, std::int64_t at) {
-    Codes units[V::kUnits];
-    V::to_bytes(weights, units);
+  void step(const V&, const std::byte* const* weights, const PanelInput* inputs, std::int64_t at) {
+    Codes units[P][V::kUnits];
+    for (int p = 0; p < P; ++p) V::to_bytes(weights[p], units[p]);
     for (int u = 0; u < V::kUnits; ++u)
       for (int m = 0; m < M; ++m)
         for (int l = 0; l < kLimbs; ++l) {
-          const std::byte* x = inputs[m].codes + l * inputs[0].plane + at + 4 * u;
-          Ints& sum = sums[m][l][u % kChains];
-          sum = dot4<V::kNarrow>(sum, units[u], load_input<std::int32_t>(x));
+          const auto x = load_input<std::int32_t>(inputs[m].codes + l * inputs[0].plane + at + 4 * u);
+          for (int p = 0; p < P; ++p) {
+            Ints& sum = sums[p][m][l][u % kChains];
+            sum = dot4<V::kNarrow>(sum, units[p][u], x);
+          }
         }
   }
-  Ints limb(int m, int l) const {
-    if constexpr (kChains == 2) return sums[m][l][0] + sums[m][l][1];
-    return sums[m][l][0];
+  Ints limb(int p, int m, int l) const {
+    if constexpr (kChains == 2) return sums[p][m][l][0] + sums[p][m][l][1];
+    return sums[p][m][l][0];
   }
-  Rows end(int m) const {
-    if constexpr (kLimbs == 2) return to_float(shift_left<8>(limb(m, 0)) + limb(m, 1));
-    return to_float(limb(m, 0));
+  Rows end(int p, int m) const {
+    if constexpr (kLimbs == 2) return to_float(shift_left<8>(limb(p, m, 0)) + limb(p, m, 1));
+    return to_float(limb(p, m, 0));
   }
 };
 
 /// Sums of floats, in two chains.
-template <int M>
+template <int P, int M>
 struct FloatSums {
-  Rows sums[M][2];
+  Rows sums[P][M][2];
   void begin(const PanelInput*, std::int64_t) {
-    for (auto& token : sums)
-      for (Rows& sum : token) sum = rows(0);
+    for (auto& panel : sums)
+      for (auto& token : panel)
+        for (Rows& sum : token) sum = rows(0);
   }
-  Rows end(int m) const { return sums[m][0] + sums[m][1]; }
+  Rows end(int p, int m) const { return sums[p][m][0] + sums[p][m][1]; }
 };
 
 #if defined(GATEFOLD_DOT2)
-template <Format F, int M>
-struct Block<F, PanelForm::pairs, M> : FloatSums<M> {
-  void step(const Values<F>& values, const std::byte* weights, const PanelInput* inputs, std::int64_t at) {
-    Codes units[2];
-    values.to_pairs(weights, units);
+template <Format F, int P, int M>
+struct Block<F, PanelForm::pairs, P, M> : FloatSums<P, M> {
+  void step(const Values<F>& values, const std::byte* const* weights, const PanelInput* inputs,
+            std::int64_t at) {
+    Codes units[P][2];
+    for (int p = 0; p < P; ++p) values.to_pairs(weights[p], units[p]);
     for (int u = 0; u < 2; ++u)
       for (int m = 0; m < M; ++m) {
         const auto x = load_input<std::uint32_t>(inputs[m].codes + 2 * at + 4 * u);
-        this->sums[m][u] = dot2(this->sums[m][u], units[u], x);
+        for (int p = 0; p < P; ++p) this->sums[p][m][u] = dot2(this->sums[p][m][u], units[p][u], x);
       }
   }
 };
 #endif
 
-template <Format F, int M>
-struct Block<F, PanelForm::floats, M> : FloatSums<M> {
+template <Format F, int P, int M>
+struct Block<F, PanelForm::floats, P, M> : FloatSums<P, M> {
   template <int kColumn>
-  void column(const std::byte* weights, const PanelInput* inputs, std::int64_t at) {
-    const Rows w = Values<F>::template column<kColumn>(weights);
+  void column(const std::byte* const* weights, const PanelInput* inputs, std::int64_t at) {
+    Rows w[P];
+    for (int p = 0; p < P; ++p) w[p] = Values<F>::template column<kColumn>(weights[p]);
     for (int m = 0; m < M; ++m) {
-      Rows& sum = this->sums[m][kColumn % 2];
-      sum = multiply_add(w, rows(load_input<float>(inputs[m].codes + 4 * (at + kColumn))), sum);
+      const Rows x = rows(load_input<float>(inputs[m].codes + 4 * (at + kColumn)));
+      for (int p = 0; p < P; ++p)
+        this->sums[p][m][kColumn % 2] = multiply_add(w[p], x, this->sums[p][m][kColumn % 2]);
     }
   }
-  void step(const Values<F>&, const std::byte* weights, const PanelInput* inputs, std::int64_t at) {
+  void step(const Values<F>&, const std::byte* const* weights, const PanelInput* inputs, std::int64_t at) {
     [&]<int... kColumn>(std::integer_sequence<int, kColumn...>) {
       (column<kColumn>(weights, inputs, at), ...);
     }
@@ -220,61 +228,91 @@ Rows block_scales(const std::byte* p) {
   return load_rows(p);
 }
 
-/// One panel by M tokens: load, decode and accumulate in step(), a block at a time.
-template <Format F, BlockScale kScale, bool kZeroPoints, PanelForm kForm, bool kScaledInput, int M>
-void multiply_tokens(const PanelShape& shape, const std::byte* panel, const PanelInput* inputs, float* out,
-                     std::int64_t stride) {
+/// P panels by M tokens: load, decode and accumulate in step(), a block at a time.
+template <Format F, BlockScale kScale, bool kZeroPoints, PanelForm kForm, bool kScaledInput, int P, int M>
+void multiply_tile(const PanelShape& shape, const std::byte* first, std::int64_t apart,
+                   const PanelInput* inputs, float* out, std::int64_t stride) {
   using V = Values<F>;
   const V decoder{};
   const std::int64_t steps = static_cast<std::int64_t>(shape.value_bytes) / V::kBytes;
-  const Rows row_scales = shape.row_scale_bytes != 0 ? load_rows(panel) : rows(1);
-  const std::byte* next = panel + shape.row_scale_bytes;
-  const std::byte* record = next;
-  Rows total[M];
-  for (Rows& t : total) t = rows(0);
+  const std::byte *next[P], *record[P];
+  for (int p = 0; p < P; ++p) record[p] = next[p] = first + p * apart + shape.row_scale_bytes;
+  Rows total[P][M];
+  for (auto& panel : total)
+    for (Rows& t : panel) t = rows(0);
   for (std::int64_t b = 0, in_record = 0; b < shape.blocks; ++b, ++in_record) {
     if (b == 0 || in_record == shape.record) {
       in_record = 0;
-      record = next;
-      next += shape.values_at;
+      for (int p = 0; p < P; ++p) {
+        record[p] = next[p];
+        next[p] += shape.values_at;
+      }
     }
-    Block<F, kForm, M> block;
+    Block<F, kForm, P, M> block;
     block.begin(inputs, b);
     std::int64_t at = b * shape.block;
-    for (std::int64_t i = 0; i < steps; ++i, next += V::kBytes, at += V::kColumns) {
-      for (int line = 0; line < V::kBytes; line += 64) __builtin_prefetch(next + line + shape.prefetch);
+    for (std::int64_t i = 0; i < steps; ++i, at += V::kColumns) {
+      if constexpr (P * M <= 2)
+        for (int line = 0; line < V::kBytes; line += 64) __builtin_prefetch(next[0] + line + shape.prefetch);
       block.step(decoder, next, inputs, at);
+      for (const std::byte*& p : next) p += V::kBytes;
     }
-    const Rows scales = block_scales<kScale>(record + in_record * shape.scale_bytes);
-    Rows zeros;
-    if constexpr (kZeroPoints)
-      zeros = to_float(load_bytes_16(record + shape.zeros_at + in_record * kPanelRows) + ints(-8));
-    for (int m = 0; m < M; ++m) {
-      Rows sum = block.end(m);
-      if constexpr (kZeroPoints) sum = multiply_add(zeros, rows(-inputs[m].block_sums[b]), sum);
-      if constexpr (kScaledInput) sum = sum * rows(inputs[m].block_scales[b]);
-      total[m] = kScale == BlockScale::none ? total[m] + sum : multiply_add(sum, scales, total[m]);
+    for (int p = 0; p < P; ++p) {
+      const Rows scales = block_scales<kScale>(record[p] + in_record * shape.scale_bytes);
+      Rows zeros;
+      if constexpr (kZeroPoints)
+        zeros = to_float(load_bytes_16(record[p] + shape.zeros_at + in_record * kPanelRows) + ints(-8));
+      for (int m = 0; m < M; ++m) {
+        Rows sum = block.end(p, m);
+        if constexpr (kZeroPoints) sum = multiply_add(zeros, rows(-inputs[m].block_sums[b]), sum);
+        if constexpr (kScaledInput) sum = sum * rows(inputs[m].block_scales[b]);
+        total[p][m] = kScale == BlockScale::none ? total[p][m] + sum : multiply_add(sum, scales, total[p][m]);
+      }
     }
   }
-  for (int m = 0; m < M; ++m)
-    store_rows(out + m * stride, total[m] * (row_scales * rows(inputs[m].row_scale * V::kFactor)));
+  for (int p = 0; p < P; ++p) {
+    const Rows row_scales = shape.row_scale_bytes != 0 ? load_rows(first + p * apart) : rows(1);
+    for (int m = 0; m < M; ++m)
+      store_rows(out + m * stride + p * kPanelRows,
+                 total[p][m] * (row_scales * rows(inputs[m].row_scale * V::kFactor)));
+  }
 }
 
+/// One or two tokens go panel by panel, one stream of memory. More take two panels at once, so that each
+/// number of x is loaded once for 32 rows, in tiles of nearly the same size, as many tokens as the registers
+/// hold.
 template <Format F, BlockScale kScale, bool kZeroPoints, PanelForm kForm, bool kScaledInput>
-void multiply(const PanelShape& shape, const std::byte* panel, const PanelInput* inputs, std::int64_t tokens,
-              float* out, std::int64_t stride) {
-  const auto run = [&]<int M>(std::int64_t t) {
-    multiply_tokens<F, kScale, kZeroPoints, kForm, kScaledInput, M>(shape, panel, inputs + t,
-                                                                    out + t * stride, stride);
+void multiply(const PanelShape& shape, const std::byte* first, std::int64_t apart, int panels,
+              const PanelInput* inputs, std::int64_t tokens, float* out, std::int64_t stride) {
+  const auto tile = [&]<int P, int M>(int panel, std::int64_t t) {
+    multiply_tile<F, kScale, kZeroPoints, kForm, kScaledInput, P, M>(
+        shape, first + panel * apart, apart, inputs + t, out + t * stride + panel * kPanelRows, stride);
     return t + M;
   };
-  std::int64_t t = 0;
+  int panel = 0;
   if constexpr (kRowsRegisters == 1) {
-    while (t + 8 <= tokens) t = run.template operator()<8>(t);
-    if (t + 4 <= tokens) t = run.template operator()<4>(t);
+    constexpr std::int64_t kMost = 6;
+    for (; tokens > 2 && panel + 2 <= panels; panel += 2)
+      for (std::int64_t t = 0, left = (tokens + kMost - 1) / kMost; left > 0; --left) {
+        switch ((tokens - t + left - 1) / left) {
+          case 3:
+            t = tile.template operator()<2, 3>(panel, t);
+            break;
+          case 4:
+            t = tile.template operator()<2, 4>(panel, t);
+            break;
+          case 5:
+            t = tile.template operator()<2, 5>(panel, t);
+            break;
+          default:
+            t = tile.template operator()<2, 6>(panel, t);
+        }
+      }
   }
-  while (t + 2 <= tokens) t = run.template operator()<2>(t);
-  if (t < tokens) run.template operator()<1>(t);
+  for (; panel < panels; ++panel)
+    for (std::int64_t t = 0; t < tokens;)
+      t = t + 2 <= tokens ? tile.template operator()<1, 2>(panel, t)
+                          : tile.template operator()<1, 1>(panel, t);
 }
 
 constexpr BlockScale block_scale(const Operand& w, bool foreign) {

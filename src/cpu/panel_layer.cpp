@@ -217,27 +217,35 @@ class PanelThread : LayerThread {
   }
 
   void gate_up() {
-    const auto run = [&](const Job& job, std::int64_t first) {
+    const auto run = [&](const Job& job, std::int64_t begin, std::int64_t end) {
       const PackedMatrix &gate = job.ffn->gate, &up = job.ffn->up;
-      const PanelShape gate_shape = shape_of(gate), up_shape = shape_of(up);
       const InputRows& inputs = job.routed ? in_.routed_in : in_.shared_in;
+      const PanelShape gate_shape = shape_of(gate), up_shape = shape_of(up);
       const PanelMultiply gate_kernel = kernel(gate, inputs), up_kernel = kernel(up, inputs);
-      const std::size_t at_panel =
-          static_cast<std::size_t>(first / kPanelRows) * (gate_shape.panel_bytes + up_shape.panel_bytes);
-      const std::int64_t count = std::min(kPanelRows, gate.n - first), stride = padded(gate.n);
-      for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
-        const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
-        PanelInput in[kTokenBlock];
-        float g[kTokenBlock * kPanelRows], u[kTokenBlock * kPanelRows];
-        for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, input_row(job, at + i));
-        gate_kernel(gate_shape, gate.data + at_panel, in, rows, g, kPanelRows);
-        up_kernel(up_shape, up.data + at_panel, in, rows, u, kPanelRows);
-        for (std::int64_t i = 0; i < rows; ++i)
-          activate_row(job, first, count, g + i * kPanelRows, u + i * kPanelRows,
-                       job.mid + (at + i) * stride + first);
+      const auto apart = static_cast<std::int64_t>(gate_shape.panel_bytes),
+                 pair = apart + static_cast<std::int64_t>(up_shape.panel_bytes);
+      const std::int64_t stride = padded(gate.n);
+      constexpr std::int64_t kStride = 2 * kPanelRows;
+      for (std::int64_t panel = begin; panel < end; ++panel) {
+        const std::int64_t first = panel * kPanelRows, count = std::min(kPanelRows, gate.n - first);
+        for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
+          const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
+          PanelInput in[kTokenBlock];
+          float out[kTokenBlock * kStride];
+          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, input_row(job, at + i));
+          if (gate_kernel == up_kernel) {
+            gate_kernel(gate_shape, gate.data + panel * pair, apart, 2, in, rows, out, kStride);
+          } else {  // their scales have different formats
+            gate_kernel(gate_shape, gate.data + panel * pair, 0, 1, in, rows, out, kStride);
+            up_kernel(up_shape, up.data + panel * pair, 0, 1, in, rows, out + kPanelRows, kStride);
+          }
+          for (std::int64_t i = 0; i < rows; ++i)
+            activate_row(job, first, count, out + i * kStride, out + i * kStride + kPanelRows,
+                         job.mid + (at + i) * stride + first);
+        }
       }
     };
-    for_each_block(kPanelRows, spec_.intermediate, spec_.shared.intermediate, run);
+    for_each_run(spec_.intermediate, spec_.shared.intermediate, run);
   }
 
   void activate_row(const Job& job, std::int64_t first, std::int64_t count, float* gate, float* up,
@@ -253,24 +261,28 @@ class PanelThread : LayerThread {
   }
 
   void down() {
-    const auto run = [&](const Job& job, std::int64_t first) {
+    const auto run = [&](const Job& job, std::int64_t begin, std::int64_t end) {
       const PackedMatrix& matrix = job.ffn->down;
-      const PanelShape shape = shape_of(matrix);
       const InputRows& inputs = job.routed ? in_.routed_mid_in : in_.shared_mid_in;
+      const PanelShape shape = shape_of(matrix);
       const PanelMultiply multiply = kernel(matrix, inputs);
-      const std::byte* panel = matrix.data + static_cast<std::size_t>(first / kPanelRows) * shape.panel_bytes;
-      const std::int64_t count = std::min(kPanelRows, spec_.hidden - first);
-      for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
-        const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
-        PanelInput in[kTokenBlock];
-        for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, job.first + at + i);
-        float* out = job.out + at * hidden_k_ + first;  // H is padded to whole panels
-        multiply(shape, panel, in, rows, out, hidden_k_);
-        for (std::int64_t i = 0; job.down_bias != nullptr && i < rows; ++i)
-          for (std::int64_t n = 0; n < count; ++n) out[i * hidden_k_ + n] += job.down_bias[first + n];
+      const auto apart = static_cast<std::int64_t>(shape.panel_bytes);
+      for (std::int64_t panel = begin; panel < end; panel += 2) {
+        const std::int64_t first = panel * kPanelRows;
+        const auto panels = static_cast<int>(std::min<std::int64_t>(2, end - panel));
+        for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
+          const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
+          PanelInput in[kTokenBlock];
+          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, job.first + at + i);
+          float* out = job.out + at * hidden_k_ + first;  // H is padded to whole panels
+          multiply(shape, matrix.data + panel * apart, apart, panels, in, rows, out, hidden_k_);
+          const std::int64_t count = std::min(panels * kPanelRows, spec_.hidden - first);
+          for (std::int64_t i = 0; job.down_bias != nullptr && i < rows; ++i)
+            for (std::int64_t n = 0; n < count; ++n) out[i * hidden_k_ + n] += job.down_bias[first + n];
+        }
       }
     };
-    for_each_block(kPanelRows, spec_.hidden, spec_.hidden, run);
+    for_each_run(spec_.hidden, spec_.hidden, run);
   }
 
   const PanelBuffers& in_;
