@@ -23,6 +23,7 @@ LayerBuffers::LayerBuffers(const MoeSpec& spec, const PlanOptions& options, Work
   active = {layout.add<std::int32_t>("active_experts", experts)};
   position = {layout.add<std::int32_t>("slot_positions", slots)};
   slot = {layout.add<std::int32_t>("sorted_slots", slots)};
+  taken = {layout.add<std::int64_t>("taken_panels", 2)};
   hidden = {layout.add<float>("hidden", tokens * hidden_k)};
   routed_mid = {layout.add<float>("routed_mid", slots * mid_k)};
   routed_out = {layout.add<float>("routed_out", slots * hidden_k)};
@@ -148,6 +149,7 @@ void LayerThread::sort_slots() {
   for (int e = 0; e < spec_.experts; ++e)
     if (offsets[e] < offsets[e + 1]) active[used++] = e;
   if (used < spec_.experts) active[used] = -1;
+  std::fill_n(b_.taken.at(base_), 2, 0);
 }
 
 float LayerThread::batch_amax(const float* x, std::int64_t rows, std::int64_t k, std::int64_t stride) {

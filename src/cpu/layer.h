@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "cpu/activation.h"
 #include "cpu/gemm.h"
@@ -29,6 +30,7 @@ struct LayerBuffers {
   Buffer<std::int32_t> active;    // [E] experts with slots, then -1
   Buffer<std::int32_t> position;  // [S] slot -> position
   Buffer<std::int32_t> slot;      // [S] position -> slot
+  Buffer<std::int64_t> taken;     // [2] panels that threads have taken: gate and up, down
   Buffer<float> hidden;           // [T, H]
   Buffer<float> routed_mid;       // [S, I] by position
   Buffer<float> routed_out;       // [S, H] by position
@@ -100,26 +102,32 @@ class LayerThread {
   Job routed_job(int expert) const;
   Job shared_job() const;
 
-  /// Calls f(job, begin, end) for all panels of every expert in use, in runs, on some thread: a thread reads
-  /// memory in order, and there are enough runs to end together. Each output is computed by one call, so the
-  /// schedule does not show in the result. Ends with a barrier.
+  /// Calls f(job, begin, end) for all panels of every expert in use, on some thread. Runs of panels are long
+  /// at first, so that a thread reads memory in order, and shorter towards the end, so that all threads end
+  /// together. Each output is computed by one call, so the schedule does not show in the result. Ends with a
+  /// barrier. `taken` counts the panels that have been handed out; it starts at 0.
   template <class Function>
-  void for_each_run(std::int64_t routed_rows, std::int64_t shared_rows, Function&& f) {
+  void for_each_run(std::int64_t& taken, std::int64_t routed_rows, std::int64_t shared_rows, Function&& f) {
     const std::int64_t each = panels(routed_rows), shared = shared_k_ == 0 ? 0 : panels(shared_rows);
     const std::int32_t* active = b_.active.at(base_);
-    const std::int64_t tasks = shared + (std::find(active, active + spec_.experts, -1) - active) * each;
-    // Even, as kernels take two panels at once.
-    const std::int64_t run = std::max<std::int64_t>(2, tasks / (32 * call_.options.threads) / 2 * 2);
-#pragma omp for schedule(dynamic)
-    for (std::int64_t begin = 0; begin < tasks; begin += run)
-      for (std::int64_t task = begin, end = std::min(begin + run, tasks); task < end;) {
-        const bool is_shared = task < shared;
-        const Job job = is_shared ? shared_job() : routed_job(active[(task - shared) / each]);
-        const std::int64_t first = is_shared ? task : (task - shared) % each;
-        const std::int64_t last = std::min(first + end - task, is_shared ? shared : each);
+    const std::int64_t total = shared + (std::find(active, active + spec_.experts, -1) - active) * each;
+    const std::atomic_ref<std::int64_t> next(taken);
+    for (std::int64_t begin = next.load(std::memory_order_relaxed); begin < total;) {
+      // Even, as kernels take two panels at once.
+      const std::int64_t share = (total - begin) / (2 * call_.options.threads) / 2 * 2;
+      const std::int64_t end = std::min(begin + std::max<std::int64_t>(2, share), total);
+      if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      for (std::int64_t panel = begin; panel < end;) {
+        const bool is_shared = panel < shared;
+        const Job job = is_shared ? shared_job() : routed_job(active[(panel - shared) / each]);
+        const std::int64_t first = is_shared ? panel : (panel - shared) % each;
+        const std::int64_t last = std::min(first + end - panel, is_shared ? shared : each);
         f(job, first, last);
-        task += last - first;
+        panel += last - first;
       }
+      begin = next.load(std::memory_order_relaxed);
+    }
+#pragma omp barrier
   }
 
   static std::int64_t panels(std::int64_t rows) {

@@ -245,7 +245,7 @@ class PanelThread : LayerThread {
         }
       }
     };
-    for_each_run(spec_.intermediate, spec_.shared.intermediate, run);
+    for_each_run(b_.taken.at(base_)[0], spec_.intermediate, spec_.shared.intermediate, run);
   }
 
   void activate_row(const Job& job, std::int64_t first, std::int64_t count, float* gate, float* up,
@@ -282,7 +282,7 @@ class PanelThread : LayerThread {
         }
       }
     };
-    for_each_run(spec_.hidden, spec_.hidden, run);
+    for_each_run(b_.taken.at(base_)[1], spec_.hidden, spec_.hidden, run);
   }
 
   const PanelBuffers& in_;
