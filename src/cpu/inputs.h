@@ -1,6 +1,6 @@
 #pragma once
 /// \file
-/// Activations on their way into the multiply (PanelForm), and the activation function, per instruction set.
+/// What happens to rows of activations between the multiplies, per instruction set.
 
 #include <cstdint>
 
@@ -9,17 +9,21 @@
 namespace gatefold {
 
 struct InputKernels {
+  /// x [k] rounded to a 16-bit type, in place.
+  void (*round_bf16)(float* x, std::int64_t k);
+  void (*round_f16)(float* x, std::int64_t k);
   /// x [k] to 16-bit fixed point with a power of two for each `block` numbers: x = (256 * high + low) *
-  /// scale. k is a multiple of `block`.
+  /// scale. k is a multiple of `block`. sums: of high and low, for each block.
   void (*fixed_point)(const float* x, std::int64_t k, std::int64_t block, std::int8_t* high, std::int8_t* low,
-                      float* scales);
-  /// Small integers to bytes, each times `factor`.
-  void (*to_bytes)(const float* x, std::int64_t k, float factor, std::int8_t* bytes);
-  /// Sums of each `block` bytes.
-  void (*sum_bytes)(const std::int8_t* bytes, std::int64_t k, std::int64_t block, std::int32_t* sums);
+                      float* scales, std::int32_t (*sums)[2]);
+  /// Small integers, each times `factor`, to bytes. sums: for each block.
+  void (*to_bytes)(const float* x, std::int64_t k, std::int64_t block, float factor, std::int8_t* bytes,
+                   std::int32_t* sums);
   /// y = g * sigmoid(alpha * g) * (u + beta), clamped before: Activation::Kind::swiglu.
   void (*swiglu)(const float* gate, const float* up, std::int64_t count, float alpha, float beta, float limit,
                  float* y);
+  /// sum += weight * x
+  void (*add)(const float* x, std::int64_t count, float weight, float* sum);
 };
 
 const InputKernels& input_kernels(Isa isa);

@@ -3,6 +3,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "gatefold/codec.h"
+
 namespace gatefold::GATEFOLD_ISA {
 namespace {
 
@@ -17,10 +19,10 @@ inline std::uint32_t magnitude(float x) {
 }
 
 void fixed_point(const float* x, std::int64_t k, std::int64_t block, std::int8_t* high, std::int8_t* low,
-                 float* scales) {
+                 float* scales, std::int32_t (*sums)[2]) {
   constexpr std::uint32_t kMost = 127 * 256 + 127;
   constexpr auto kEnd = static_cast<std::int32_t>(kMost);
-  for (std::int64_t b = 0; b < k; b += block, ++scales) {
+  for (std::int64_t b = 0; b < k; b += block, ++scales, ++sums) {
     std::uint32_t largest = 0;
     for (std::int64_t i = b; i < b + block; ++i) {
       const std::uint32_t bits = magnitude(x[i]);
@@ -36,25 +38,30 @@ void fixed_point(const float* x, std::int64_t k, std::int64_t block, std::int8_t
     const float unit = std::bit_cast<float>(static_cast<std::uint32_t>(exponent) << 23);
     const float units = std::bit_cast<float>(static_cast<std::uint32_t>(254 - exponent) << 23);
     *scales = largest < 0x7f800000 ? unit : std::bit_cast<float>(0x7fc00000u);
+    std::int32_t high_sum = 0, low_sum = 0;
     for (std::int64_t i = b; i < b + block; ++i) {
       const auto n = static_cast<std::int32_t>(nearest(x[i] * units));
       const std::int32_t code = n > kEnd ? kEnd : n < -kEnd ? -kEnd : n;
       const std::int32_t top = (code + 128) >> 8;
       high[i] = static_cast<std::int8_t>(top);
       low[i] = static_cast<std::int8_t>(code - top * 256);
+      high_sum += top;
+      low_sum += code - top * 256;
     }
+    (*sums)[0] = high_sum;
+    (*sums)[1] = low_sum;
   }
 }
 
-void to_bytes(const float* x, std::int64_t k, float factor, std::int8_t* bytes) {
-  for (std::int64_t i = 0; i < k; ++i)
-    bytes[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(x[i] * factor));
-}
-
-void sum_bytes(const std::int8_t* bytes, std::int64_t k, std::int64_t block, std::int32_t* sums) {
+void to_bytes(const float* x, std::int64_t k, std::int64_t block, float factor, std::int8_t* bytes,
+              std::int32_t* sums) {
   for (std::int64_t b = 0; b < k; b += block) {
     std::int32_t sum = 0;
-    for (std::int64_t i = b; i < b + block; ++i) sum += bytes[i];
+    for (std::int64_t i = b; i < b + block; ++i) {
+      const auto code = static_cast<std::int32_t>(x[i] * factor);
+      bytes[i] = static_cast<std::int8_t>(code);
+      sum += code;
+    }
     *sums++ = sum;
   }
 }
@@ -87,9 +94,19 @@ void swiglu(const float* gate, const float* up, std::int64_t count, float alpha,
   }
 }
 
+void add(const float* x, std::int64_t count, float weight, float* sum) {
+  for (std::int64_t i = 0; i < count; ++i) sum[i] += weight * x[i];
+}
+
+template <Format F>
+void round(float* x, std::int64_t k) {
+  for (std::int64_t i = 0; i < k; ++i) x[i] = round_to<F>(x[i]);
+}
+
 }  // namespace
 
 extern const InputKernels input_kernels;
-const InputKernels input_kernels{fixed_point, to_bytes, sum_bytes, swiglu};
+const InputKernels input_kernels{
+    round<formats::bf16>, round<formats::f16>, fixed_point, to_bytes, swiglu, add};
 
 }  // namespace gatefold::GATEFOLD_ISA

@@ -65,6 +65,7 @@ LayerThread::LayerThread(Isa isa, const MoeCall& call, const LayerBuffers& b)
       base_(call.workspace),
       thread_(static_cast<std::size_t>(omp_get_thread_num())),
       kernels_(row_kernels(isa)),
+      inputs_(input_kernels(isa)),
       multiply_(multiply(isa)),
       tokens_(call.inputs.hidden.rows),
       slots_(tokens_ * spec_.top_k),
@@ -201,12 +202,9 @@ void LayerThread::combine() {
     for (std::int64_t s = t * spec_.top_k; s < (t + 1) * spec_.top_k; ++s) {
       const float weight = b_.weights.at(base_)[s];
       const float* slot = b_.routed_out.at(base_) + b_.position.at(base_)[s] * hidden_k_;
-      for (std::int64_t h = 0; h < spec_.hidden; ++h) sum[h] += weight * slot[h];
+      inputs_.add(slot, spec_.hidden, weight, sum);
     }
-    if (shared_k_ != 0) {
-      const float* shared = b_.shared_out.at(base_) + t * hidden_k_;
-      for (std::int64_t h = 0; h < spec_.hidden; ++h) sum[h] += share * shared[h];
-    }
+    if (shared_k_ != 0) inputs_.add(b_.shared_out.at(base_) + t * hidden_k_, spec_.hidden, share, sum);
     const std::int64_t at = t * spec_.hidden;
     if (format == formats::f32) {
       std::copy_n(sum, spec_.hidden, static_cast<float*>(out.data) + at);

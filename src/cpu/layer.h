@@ -10,6 +10,7 @@
 
 #include "cpu/activation.h"
 #include "cpu/gemm.h"
+#include "cpu/inputs.h"
 #include "cpu/panel.h"
 #include "moe/kernel.h"
 
@@ -141,6 +142,7 @@ class LayerThread {
   std::byte* base_;
   const std::size_t thread_;
   const RowKernels& kernels_;
+  const InputKernels& inputs_;
   const Multiply multiply_;
   const std::int64_t tokens_, slots_, hidden_k_, mid_k_, shared_k_;
   const Operand routed_act_, shared_act_;

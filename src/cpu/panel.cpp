@@ -10,36 +10,98 @@
 namespace gatefold {
 namespace {
 
-/// Row and column (within the columns of one 64-byte line) of code `i` of a line, in order of bytes and
-/// nibbles.
-struct Place {
-  std::int64_t row, col;
+/// Four bytes of a row in the canonical layout to those of its 32-bit lane.
+std::uint32_t lane(Format format, std::uint32_t word) {
+  if (format.bits ==
+      4) {  // byte j: column j, and column 4 + j in the high nibble; signed codes with their offset
+    const auto spread = [](std::uint32_t nibbles) {
+      nibbles = (nibbles | nibbles << 8) & 0x00FF00FF;
+      return (nibbles | nibbles << 4) & 0x0F0F0F0F;
+    };
+    if (format == formats::int4) word ^= 0x11111111u * static_cast<unsigned>(panel_offset(format));
+    return spread(word & 0xFFFF) | spread(word >> 16) << 4;
+  }
+  if (format == formats::int8) return word ^ 0x01010101u * static_cast<unsigned>(panel_offset(format));
+  // 8-bit floats become pairs of bf16 by masks and shifts, which take bytes 0 and 2, then 1 and 3.
+  if (format.bits == 8) return (word & 0xFF0000FF) | (word & 0xFF00) << 8 | (word >> 8 & 0xFF00);
+  return word;
+}
+
+/// Packs one panel: rows [first, first + rows) of the matrix.
+class PanelPacker {
+ public:
+  PanelPacker(const QuantizedMatrix& matrix, const PanelShape& shape)
+      : matrix_(matrix),
+        shape_(shape),
+        w_(scheme(matrix.scheme).weight),
+        layout_(matrix.layout()),
+        row_(static_cast<std::size_t>(shape.padded_k() * w_.value.bits / 8)),
+        scales_(std::max<std::size_t>(1, layout_.scale_cols)) {}
+
+  void pack(std::int64_t first, std::byte* panel) {
+    const std::int64_t rows = std::min(kPanelRows, shape_.n - first);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      pack_values(first + r, r, panel);
+      if (!w_.quantized()) continue;
+      const std::int64_t band = w_.group.n == 0 ? 0 : (first + r) / w_.group.n;
+      load_scales(matrix_.scale_format, matrix_.scales.data(), band * layout_.scale_cols, layout_.scale_cols,
+                  scales_.data());
+      const float row_scale = w_.group.k == 0 ? scales_[0] : matrix_.tensor_scale.apply(1.0f);
+      std::memcpy(panel + r * sizeof(float), &row_scale, sizeof(float));
+      if (w_.group.k != 0 && (r == 0 || w_.group.n == 1)) pack_scales(r, panel);
+      if (w_.zero_point.stored()) pack_zero_points(first + r, r, panel);
+    }
+  }
+
+ private:
+  void pack_values(std::int64_t n, std::int64_t r, std::byte* panel) {
+    std::memcpy(row_.data(), matrix_.values.data() + n * layout_.row_bytes, layout_.row_bytes);
+    const std::byte* word = row_.data();
+    for (std::int64_t b = 0; b < shape_.blocks; ++b) {
+      std::byte* line = panel + shape_.record_at(b) + shape_.values_at +
+                        static_cast<std::size_t>(b % shape_.record) * shape_.value_bytes;
+      for (const std::byte* end = line + shape_.value_bytes; line < end; line += 64, word += 4) {
+        if (w_.value == formats::f16) {  // is widened column by column
+          std::memcpy(line + 2 * r, word, 2);
+          std::memcpy(line + 32 + 2 * r, word + 2, 2);
+        } else {
+          std::uint32_t codes = 0;
+          std::memcpy(&codes, word, 4);
+          codes = lane(w_.value, codes);
+          std::memcpy(line + 4 * r, &codes, 4);
+        }
+      }
+    }
+  }
+
+  void pack_scales(std::int64_t r, std::byte* panel) const {
+    const Format format = w_.group.n > 1 || matrix_.scale_format != w_.scale ? formats::f32 : w_.scale;
+    with_format(format, [&]<Format F>() {
+      for (std::int64_t b = 0; b < shape_.blocks; ++b) {
+        const std::uint32_t code = encode<F>(scales_[static_cast<std::size_t>(b)]);
+        std::memcpy(panel + shape_.record_at(b) +
+                        static_cast<std::size_t>(b % shape_.record) * shape_.scale_bytes + r * (F.bits / 8),
+                    &code, F.bits / 8);
+      }
+    });
+  }
+
+  void pack_zero_points(std::int64_t n, std::int64_t r, std::byte* panel) const {
+    for (std::int64_t b = 0; b < shape_.blocks; ++b) {
+      const auto pair = static_cast<std::uint8_t>(matrix_.zero_points[n * layout_.zero_row_bytes + b / 2]);
+      panel[shape_.record_at(b) + shape_.zeros_at +
+            static_cast<std::size_t>(b % shape_.record * kPanelRows + r)] =
+          static_cast<std::byte>(b % 2 == 0 ? pair & 15 : pair >> 4);
+    }
+  }
+
+  const QuantizedMatrix& matrix_;
+  const PanelShape& shape_;
+  const Operand& w_;
+  const QuantizedLayout layout_;
+  std::vector<std::byte> row_;  // padded with zeros
+  std::vector<float> scales_;
 };
-
-/// A 32-bit lane is a row. Nibbles: bytes are columns, low nibbles the first four. 8-bit floats become pairs
-/// of bf16 by masks and shifts, which takes bytes 0 and 2, then 1 and 3. f16 is widened column by column.
-Place place(Format format, std::int64_t i) {
-  if (format == formats::f16) return {i % 16, i / 16};
-  if (format.bits == 16) return {i / 2, i % 2};
-  if (format.bits == 4) return {i / 8, i % 2 * 4 + i / 2 % 4};
-  constexpr std::int64_t swapped[] = {0, 2, 1, 3};
-  return {i / 4, format == formats::int8 ? i % 4 : swapped[i % 4]};
-}
-
-/// Signed integers are stored with their offset, so that all bytes are unsigned.
-std::uint32_t stored(Format format, std::uint32_t code) {
-  const bool is_signed = format == formats::int4 || format == formats::int8;
-  return is_signed ? code ^ static_cast<std::uint32_t>(panel_offset(format)) : code;
-}
-
-std::uint32_t code_at(const QuantizedMatrix& matrix, const QuantizedLayout& layout, int bits, std::int64_t n,
-                      std::int64_t k) {
-  const std::byte* row = matrix.values.data() + n * layout.row_bytes;
-  if (bits == 4) return static_cast<std::uint32_t>(row[k / 2]) >> (k % 2 * 4) & 15;
-  std::uint32_t code = 0;
-  std::memcpy(&code, row + k * bits / 8, static_cast<std::size_t>(bits / 8));
-  return code;
-}
 
 }  // namespace
 
@@ -78,60 +140,12 @@ PanelShape panel_shape(const Scheme& scheme, Format scale_format, std::int64_t n
 }
 
 void pack_panels(const QuantizedMatrix& matrix, const PanelShape& shape, std::byte* out, std::size_t stride) {
-  const Operand& w = scheme(matrix.scheme).weight;
-  const QuantizedLayout layout = matrix.layout();
-  const int bits = w.value.bits;
-  const std::int64_t codes = 512 / bits, columns = codes / kPanelRows;
-  const auto scale = [&](std::int64_t n, std::int64_t g) {
-    float value = 1;
-    const std::int64_t row = w.group.n == 0 ? 0 : n / w.group.n;
-    if (w.quantized())
-      load_scales(matrix.scale_format, matrix.scales.data(), row * layout.scale_cols + g, 1, &value);
-    return value;
-  };
-  std::vector<Place> places;
-  for (std::int64_t i = 0; i < codes; ++i) places.push_back(place(w.value, i));
-#pragma omp parallel for schedule(static)
-  for (std::int64_t panel = 0; panel < shape.panels; ++panel) {
-    std::byte* base = out + static_cast<std::size_t>(panel) * stride;
-    const std::int64_t first = panel * kPanelRows, rows = std::min(kPanelRows, shape.n - first);
-    for (std::int64_t b = 0; b < shape.blocks; ++b) {
-      std::byte* line = base + shape.record_at(b) + shape.values_at +
-                        static_cast<std::size_t>(b % shape.record) * shape.value_bytes;
-      for (std::int64_t at = b * shape.block; at < (b + 1) * shape.block; at += columns, line += 64)
-        for (std::int64_t i = 0; i < codes; ++i) {
-          const Place place = places[static_cast<std::size_t>(i)];
-          const std::int64_t k = at + place.col;
-          if (place.row >= rows || k >= shape.k) continue;
-          const std::uint32_t code = stored(w.value, code_at(matrix, layout, bits, first + place.row, k));
-          std::byte* to = line + i * bits / 8;
-          if (bits == 4)
-            *to |= static_cast<std::byte>(code << (i % 2 * 4));
-          else
-            std::memcpy(to, &code, static_cast<std::size_t>(bits / 8));
-        }
-    }
-    if (!w.quantized()) continue;
-    float row_scales[kPanelRows] = {};
-    for (std::int64_t r = 0; r < rows; ++r)
-      row_scales[r] = w.group.k == 0 ? scale(first + r, 0) : matrix.tensor_scale.apply(1.0f);
-    std::memcpy(base, row_scales, sizeof(row_scales));
-    for (std::int64_t g = 0; w.group.k != 0 && g < shape.blocks; ++g) {
-      std::byte* record = base + shape.record_at(g);
-      std::byte* to = record + static_cast<std::size_t>(g % shape.record) * shape.scale_bytes;
-      for (std::int64_t r = 0; r < (w.group.n > 1 ? 1 : rows); ++r) {
-        const Format format = w.group.n > 1 || matrix.scale_format != w.scale ? formats::f32 : w.scale;
-        const std::uint32_t code =
-            with_format(format, [&]<Format F>() { return encode<F>(scale(first + r, g)); });
-        std::memcpy(to + r * (format.bits / 8), &code, format.bits / 8);
-      }
-      for (std::int64_t r = 0; w.zero_point.stored() && r < rows; ++r) {
-        const auto pair =
-            static_cast<std::uint8_t>(matrix.zero_points[(first + r) * layout.zero_row_bytes + g / 2]);
-        record[shape.zeros_at + static_cast<std::size_t>(g % shape.record * kPanelRows + r)] =
-            static_cast<std::byte>(g % 2 == 0 ? pair & 15 : pair >> 4);
-      }
-    }
+#pragma omp parallel
+  {
+    PanelPacker packer(matrix, shape);
+#pragma omp for schedule(static)
+    for (std::int64_t panel = 0; panel < shape.panels; ++panel)
+      packer.pack(panel * kPanelRows, out + static_cast<std::size_t>(panel) * stride);
   }
 }
 
@@ -188,7 +202,8 @@ bool pairs_are_fast(Isa isa) {
       double best = 1;
       for (int run = 0; run < 10; ++run) {
         const auto start = std::chrono::steady_clock::now();
-        for (int i = 0; i < 20; ++i) multiply(shape, panel, 0, 2, inputs, tokens, out, 2 * kPanelRows);
+        for (int i = 0; i < 20; ++i)
+          multiply(shape, panel, 0, 2, inputs, tokens, out, 2 * kPanelRows, kPanelRows);
         best =
             std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       }

@@ -76,11 +76,11 @@ struct PanelInput {
   float row_scale = 1.0f;
 };
 
-/// `panels` panels, `apart` bytes from each other: out[t * stride + 16 * p + r] = row r of panel p times
-/// input t.
+/// `panels` panels, `apart` bytes from each other: out[t * stride + p * out_apart + r] = row r of panel p
+/// times input t.
 using PanelMultiply = void (*)(const PanelShape& shape, const std::byte* first, std::int64_t apart,
                                int panels, const PanelInput* inputs, std::int64_t tokens, float* out,
-                               std::int64_t stride);
+                               std::int64_t stride, std::int64_t out_apart);
 
 struct PanelKernels {
   /// nullptr if this instruction set has none. `scaled`: inputs have block scales. `foreign`: block scales

@@ -231,7 +231,7 @@ Rows block_scales(const std::byte* p) {
 /// P panels by M tokens: load, decode and accumulate in step(), a block at a time.
 template <Format F, BlockScale kScale, bool kZeroPoints, PanelForm kForm, bool kScaledInput, int P, int M>
 void multiply_tile(const PanelShape& shape, const std::byte* first, std::int64_t apart,
-                   const PanelInput* inputs, float* out, std::int64_t stride) {
+                   const PanelInput* inputs, float* out, std::int64_t stride, std::int64_t out_apart) {
   using V = Values<F>;
   const V decoder{};
   const std::int64_t steps = static_cast<std::int64_t>(shape.value_bytes) / V::kBytes;
@@ -273,7 +273,7 @@ void multiply_tile(const PanelShape& shape, const std::byte* first, std::int64_t
   for (int p = 0; p < P; ++p) {
     const Rows row_scales = shape.row_scale_bytes != 0 ? load_rows(first + p * apart) : rows(1);
     for (int m = 0; m < M; ++m)
-      store_rows(out + m * stride + p * kPanelRows,
+      store_rows(out + m * stride + p * out_apart,
                  total[p][m] * (row_scales * rows(inputs[m].row_scale * V::kFactor)));
   }
 }
@@ -283,10 +283,12 @@ void multiply_tile(const PanelShape& shape, const std::byte* first, std::int64_t
 /// hold.
 template <Format F, BlockScale kScale, bool kZeroPoints, PanelForm kForm, bool kScaledInput>
 void multiply(const PanelShape& shape, const std::byte* first, std::int64_t apart, int panels,
-              const PanelInput* inputs, std::int64_t tokens, float* out, std::int64_t stride) {
+              const PanelInput* inputs, std::int64_t tokens, float* out, std::int64_t stride,
+              std::int64_t out_apart) {
   const auto tile = [&]<int P, int M>(int panel, std::int64_t t) {
     multiply_tile<F, kScale, kZeroPoints, kForm, kScaledInput, P, M>(
-        shape, first + panel * apart, apart, inputs + t, out + t * stride + panel * kPanelRows, stride);
+        shape, first + panel * apart, apart, inputs + t, out + t * stride + panel * out_apart, stride,
+        out_apart);
     return t + M;
   };
   int panel = 0;

@@ -1,6 +1,5 @@
 // Kernels over panels (panel.h): codes are multiplied as bf16, 16 rows at a time, and scales applied to sums.
 
-#include "cpu/inputs.h"
 #include "cpu/layer.h"
 #include "cpu/panel.h"
 #include "gatefold/codec.h"
@@ -90,7 +89,6 @@ class PanelThread : LayerThread {
       : LayerThread(isa, call, b),
         in_(b),
         panels_(panel_kernels(isa)),
-        inputs_(input_kernels(isa)),
         row_(b.row.at(base_) + thread_ * (b.k + 128)) {}
 
   void run() {
@@ -116,8 +114,8 @@ class PanelThread : LayerThread {
     std::fill(row_ + k, row_ + rows.stride, 0.0f);
     if (act.quantized())
       code_activations(kernels_, act, range, scratch_, row_, k);
-    else
-      round_activations(kernels_, act, range, scratch_, row_, k);
+    else if (act.value.stored())
+      (act.value == formats::f16 ? inputs_.round_f16 : inputs_.round_bf16)(row_, k);
     const bool by_block = act.quantized() && act.group.k != 0;
     float* scales = rows.scales.at(base_) + to * rows.blocks;
     if (by_block) std::copy_n(scratch_.scales, rows.blocks, scales);
@@ -138,37 +136,30 @@ class PanelThread : LayerThread {
   }
 
   void to_limbs1(const InputRows& rows, std::byte* codes, float* scales, std::int64_t to) {
-    auto* bytes = reinterpret_cast<std::int8_t*>(codes);
     const bool doubled = rows.activation.value == formats::e2m1;
-    inputs_.to_bytes(row_, rows.stride, doubled ? 2.0f : 1.0f, bytes);
-    for (std::int64_t b = 0; doubled && rows.scaled && b < rows.blocks; ++b) scales[b] *= 0.5f;
-    add_limb_sums(rows, bytes, to);
+    std::int32_t* starts = rows.starts.at(base_) + to * rows.blocks;
+    float* sums = rows.sums.at(base_) + to * rows.blocks;
+    inputs_.to_bytes(row_, rows.stride, rows.stride / rows.blocks, doubled ? 2.0f : 1.0f,
+                     reinterpret_cast<std::int8_t*>(codes), starts);
+    for (std::int64_t b = 0; b < rows.blocks; ++b) {
+      if (doubled && rows.scaled) scales[b] *= 0.5f;
+      sums[b] = static_cast<float>(starts[b]);
+      starts[b] *= -rows.offset;
+    }
   }
 
   /// Scales of the codes, if they have any along k, go into those of the fixed-point numbers.
   void to_limbs2(const InputRows& rows, std::byte* codes, float* scales, bool by_block, std::int64_t to) {
     auto* high = reinterpret_cast<std::int8_t*>(codes);
-    float* units = by_block ? scratch_.zeros : scales;
-    inputs_.fixed_point(row_, rows.stride, rows.stride / rows.blocks, high, high + rows.stride, units);
-    for (std::int64_t b = 0; by_block && b < rows.blocks; ++b) scales[b] *= units[b];
-    add_limb_sums(rows, high, to);
-  }
-
-  /// Sums for the offsets and zero points of weights.
-  void add_limb_sums(const InputRows& rows, const std::int8_t* limbs, std::int64_t to) {
-    const std::int64_t block = rows.stride / rows.blocks;
-    std::int32_t* starts = rows.starts.at(base_) + to * rows.blocks * rows.limbs;
+    auto* starts = reinterpret_cast<std::int32_t(*)[2]>(rows.starts.at(base_) + to * rows.blocks * 2);
     float* sums = rows.sums.at(base_) + to * rows.blocks;
-    const std::int32_t offset = rows.offset;
+    float* units = by_block ? scratch_.zeros : scales;
+    inputs_.fixed_point(row_, rows.stride, rows.stride / rows.blocks, high, high + rows.stride, units,
+                        starts);
     for (std::int64_t b = 0; b < rows.blocks; ++b) {
-      std::int32_t total = 0;
-      for (std::int64_t l = 0; l < rows.limbs; ++l) {
-        std::int32_t sum = 0;
-        inputs_.sum_bytes(limbs + l * rows.stride + b * block, block, block, &sum);
-        starts[b * rows.limbs + l] = -offset * sum;
-        total = total * 256 + sum;
-      }
-      sums[b] = static_cast<float>(total);
+      if (by_block) scales[b] *= units[b];
+      sums[b] = static_cast<float>(starts[b][0] * 256 + starts[b][1]);
+      for (std::int32_t& start : starts[b]) start *= -rows.offset;
     }
   }
 
@@ -224,26 +215,32 @@ class PanelThread : LayerThread {
       const PanelMultiply gate_kernel = kernel(gate, inputs), up_kernel = kernel(up, inputs);
       const auto apart = static_cast<std::int64_t>(gate_shape.panel_bytes),
                  pair = apart + static_cast<std::int64_t>(up_shape.panel_bytes);
-      const std::int64_t stride = padded(gate.n);
-      constexpr std::int64_t kStride = 2 * kPanelRows;
-      for (std::int64_t panel = begin; panel < end; ++panel) {
-        const std::int64_t first = panel * kPanelRows, count = std::min(kPanelRows, gate.n - first);
-        for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
-          const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
+      const std::int64_t mid_stride = padded(gate.n);
+      // Few tokens: several panels, so that the activation has something to do.
+      const std::int64_t batch = std::max<std::int64_t>(1, kTokenBlock / job.rows),
+                         width = batch * kPanelRows;
+      float out[2][kTokenBlock * kPanelRows];  // [gate, up][tokens, width]
+      constexpr std::int64_t kUp = kTokenBlock * kPanelRows;
+      for (std::int64_t at = begin; at < end; at += batch)
+        for (std::int64_t token = 0; token < job.rows; token += kTokenBlock) {
+          const std::int64_t rows = std::min(kTokenBlock, job.rows - token);
           PanelInput in[kTokenBlock];
-          float out[kTokenBlock * kStride];
-          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, input_row(job, at + i));
-          if (gate_kernel == up_kernel) {
-            gate_kernel(gate_shape, gate.data + panel * pair, apart, 2, in, rows, out, kStride);
-          } else {  // their scales have different formats
-            gate_kernel(gate_shape, gate.data + panel * pair, 0, 1, in, rows, out, kStride);
-            up_kernel(up_shape, up.data + panel * pair, 0, 1, in, rows, out + kPanelRows, kStride);
+          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, input_row(job, token + i));
+          for (std::int64_t panel = at; panel < std::min(at + batch, end); ++panel) {
+            float* to = out[0] + (panel - at) * kPanelRows;
+            if (gate_kernel == up_kernel) {
+              gate_kernel(gate_shape, gate.data + panel * pair, apart, 2, in, rows, to, width, kUp);
+            } else {  // their scales have different formats
+              gate_kernel(gate_shape, gate.data + panel * pair, 0, 1, in, rows, to, width, 0);
+              up_kernel(up_shape, up.data + panel * pair, 0, 1, in, rows, to + kUp, width, 0);
+            }
           }
+          const std::int64_t first = at * kPanelRows,
+                             count = std::min(std::min(at + batch, end) * kPanelRows, gate.n) - first;
           for (std::int64_t i = 0; i < rows; ++i)
-            activate_row(job, first, count, out + i * kStride, out + i * kStride + kPanelRows,
-                         job.mid + (at + i) * stride + first);
+            activate_row(job, first, count, out[0] + i * width, out[1] + i * width,
+                         job.mid + (token + i) * mid_stride + first);
         }
-      }
     };
     for_each_run(b_.taken.at(base_)[0], spec_.intermediate, spec_.shared.intermediate, run);
   }
@@ -275,7 +272,7 @@ class PanelThread : LayerThread {
           PanelInput in[kTokenBlock];
           for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, job.first + at + i);
           float* out = job.out + at * hidden_k_ + first;  // H is padded to whole panels
-          multiply(shape, matrix.data + panel * apart, apart, panels, in, rows, out, hidden_k_);
+          multiply(shape, matrix.data + panel * apart, apart, panels, in, rows, out, hidden_k_, kPanelRows);
           const std::int64_t count = std::min(panels * kPanelRows, spec_.hidden - first);
           for (std::int64_t i = 0; job.down_bias != nullptr && i < rows; ++i)
             for (std::int64_t n = 0; n < count; ++n) out[i * hidden_k_ + n] += job.down_bias[first + n];
@@ -287,7 +284,6 @@ class PanelThread : LayerThread {
 
   const PanelBuffers& in_;
   const PanelKernels& panels_;
-  const InputKernels& inputs_;
   float* row_;
 };
 
