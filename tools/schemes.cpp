@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checkpoint/compressed_tensors.h"
+#include "format/isa.h"
 #include "gatefold/quantize.h"
 #include "moe/kernel.h"
 #include "tools/cli.h"
@@ -22,7 +23,7 @@ std::string stored_as(const Scheme& scheme) {
   return config.at("quant_method") == "compressed-tensors" ? format : format + " (gatefold)";
 }
 
-/// The instruction sets that have a kernel of their own: "cpu.avx512.int4_g128" says avx512.
+/// The instruction sets that have a kernel: "cpu.avx512.int4_g128" says avx512.
 std::vector<std::string> kernels(SchemeId id) {
   std::vector<std::string> sets;
   for (const KernelInfo& kernel : cpu_kernels()) {
@@ -34,13 +35,18 @@ std::vector<std::string> kernels(SchemeId id) {
   return sets;
 }
 
+std::string kernel_list(SchemeId id) {
+  const std::vector<std::string> sets = kernels(id);
+  return sets.size() == std::size(all_isas) ? "all" : fmt::format("{}", fmt::join(sets, ", "));
+}
+
 std::vector<Line> lines() {
   std::vector<Line> result;
   for (const Scheme& scheme : all_schemes())
     result.push_back({std::string(scheme.name), describe(scheme.weight, true),
                       describe(scheme.activation, false),
                       fmt::format("{:.4g}", bits_per_weight(scheme, 4096, 4096)), stored_as(scheme),
-                      fmt::format("{}", fmt::join(kernels(*find_scheme(scheme.name)), ", "))});
+                      kernel_list(*find_scheme(scheme.name))});
   return result;
 }
 

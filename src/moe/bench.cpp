@@ -54,7 +54,7 @@ class Ceilings {
 
  private:
   double read(const Arena& memory, std::int64_t prefetch) const {
-    constexpr std::int64_t kPiece = 1 << 18;  // floats
+    constexpr std::int64_t kPiece = 1 << 14;  // floats
     const auto* data = reinterpret_cast<const float*>(memory.data());
     const auto pieces = static_cast<std::int64_t>(memory.bytes() / sizeof(float)) / kPiece;
     const auto start = Clock::now();
