@@ -148,12 +148,16 @@ double relative_l2(const std::vector<float>& a, const std::vector<double>& b) {
 
 /// Error that f32 sums and one more rounding of the intermediate may make. u: relative error of a sum of k
 /// terms of random sign. A value within u of a rounding boundary of the activation format may fall on the
-/// other side, which happens to a share u / step of the values and moves each by step.
+/// other side, which happens to a share u / step of the values and moves each by step. Where activations are
+/// multiplied as fixed point (panel.h), numbers smaller than 2^-7 of a chunk's largest are off by up to 2^-16
+/// of it: 2^-17 of the norm is what that comes to if a tenth of them are, and the largest is 8 times their
+/// rms.
 double tolerance(const MoeSpec& spec, const PlanOptions& options) {
-  const double u =
-      4 * std::sqrt(static_cast<double>(std::max(spec.hidden, spec.intermediate))) * std::exp2(-24);
+  double u = 4 * std::sqrt(static_cast<double>(std::max(spec.hidden, spec.intermediate))) * std::exp2(-24);
   const Operand activation = effective_activation(spec.scheme, spec, options);
   if (!activation.value.stored()) return 2 * u;
+  const Format weight = scheme(spec.scheme).weight.value;
+  if ((weight.is_integer() || weight.bits == 4) && activation.value.bits == 16) u += std::exp2(-17);
   const double step = activation.value.is_integer() ? 1.0 / 32 : std::exp2(-activation.value.mantissa_bits);
   return 2 * (u + std::sqrt(u * step));
 }

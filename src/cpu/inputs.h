@@ -12,10 +12,11 @@ struct InputKernels {
   /// x [k] rounded to a 16-bit type, in place.
   void (*round_bf16)(float* x, std::int64_t k);
   void (*round_f16)(float* x, std::int64_t k);
-  /// x [k] to 16-bit fixed point with a power of two for each `block` numbers: x = (256 * high + low) *
-  /// scale. k is a multiple of `block`. sums: of high and low, for each block.
-  void (*fixed_point)(const float* x, std::int64_t k, std::int64_t block, std::int8_t* high, std::int8_t* low,
-                      float* scales, std::int32_t (*sums)[2]);
+  /// x [k] to 16-bit fixed point with a power of two for each `chunk` numbers: x = (256 * high + low) *
+  /// scale. k is a multiple of `block`, and chunks of blocks; the last one may be shorter. sums: of
+  /// 256 * high + low, for each block.
+  void (*fixed_point)(const float* x, std::int64_t k, std::int64_t chunk, std::int64_t block,
+                      std::int8_t* high, std::int8_t* low, float* scales, std::int32_t* sums);
   /// Small integers, each times `factor`, to bytes. sums: for each block.
   void (*to_bytes)(const float* x, std::int64_t k, std::int64_t block, float factor, std::int8_t* bytes,
                    std::int32_t* sums);

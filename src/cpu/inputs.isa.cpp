@@ -18,18 +18,19 @@ inline std::uint32_t magnitude(float x) {
   return std::bit_cast<std::uint32_t>(x) & 0x7fffffff;
 }
 
-void fixed_point(const float* x, std::int64_t k, std::int64_t block, std::int8_t* high, std::int8_t* low,
-                 float* scales, std::int32_t (*sums)[2]) {
+void fixed_point(const float* x, std::int64_t k, std::int64_t chunk, std::int64_t block, std::int8_t* high,
+                 std::int8_t* low, float* scales, std::int32_t* sums) {
   constexpr std::uint32_t kMost = 127 * 256 + 127;
   constexpr auto kEnd = static_cast<std::int32_t>(kMost);
-  for (std::int64_t b = 0; b < k; b += block, ++scales, ++sums) {
+  for (std::int64_t begin = 0; begin < k; begin += chunk, ++scales) {
+    const std::int64_t end = begin + chunk < k ? begin + chunk : k;
     std::uint32_t largest = 0;
-    for (std::int64_t i = b; i < b + block; ++i) {
+    for (std::int64_t i = begin; i < end; ++i) {
       const std::uint32_t bits = magnitude(x[i]);
       largest = bits > largest ? bits : largest;
     }
     // amax = m * 2^e with 1 <= m < 2: the unit is 2^(e - 14), or twice that if amax came to more than kMost
-    // units. Blocks of tiny numbers use the smallest unit that is safe to invert; Inf and NaN make the scale
+    // units. Chunks of tiny numbers use the smallest unit that is safe to invert; Inf and NaN make the scale
     // NaN.
     std::int32_t exponent = static_cast<std::int32_t>(largest >> 23) - 14;
     const bool tight = (largest & 0x7fffff) > (kMost - (1 << 14)) << 9;
@@ -38,18 +39,18 @@ void fixed_point(const float* x, std::int64_t k, std::int64_t block, std::int8_t
     const float unit = std::bit_cast<float>(static_cast<std::uint32_t>(exponent) << 23);
     const float units = std::bit_cast<float>(static_cast<std::uint32_t>(254 - exponent) << 23);
     *scales = largest < 0x7f800000 ? unit : std::bit_cast<float>(0x7fc00000u);
-    std::int32_t high_sum = 0, low_sum = 0;
-    for (std::int64_t i = b; i < b + block; ++i) {
-      const auto n = static_cast<std::int32_t>(nearest(x[i] * units));
-      const std::int32_t code = n > kEnd ? kEnd : n < -kEnd ? -kEnd : n;
-      const std::int32_t top = (code + 128) >> 8;
-      high[i] = static_cast<std::int8_t>(top);
-      low[i] = static_cast<std::int8_t>(code - top * 256);
-      high_sum += top;
-      low_sum += code - top * 256;
+    for (std::int64_t b = begin; b < end; b += block) {
+      std::int32_t sum = 0;
+      for (std::int64_t i = b; i < b + block; ++i) {
+        const auto n = static_cast<std::int32_t>(nearest(x[i] * units));
+        const std::int32_t code = n > kEnd ? kEnd : n < -kEnd ? -kEnd : n;
+        const std::int32_t top = (code + 128) >> 8;
+        high[i] = static_cast<std::int8_t>(top);
+        low[i] = static_cast<std::int8_t>(code - top * 256);
+        sum += code;
+      }
+      *sums++ = sum;
     }
-    (*sums)[0] = high_sum;
-    (*sums)[1] = low_sum;
   }
 }
 

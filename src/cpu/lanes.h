@@ -19,6 +19,21 @@
 #include <immintrin.h>
 #endif
 
+namespace gatefold::GATEFOLD_ISA {
+namespace {
+
+template <class T>
+T load_at(const void* p, std::int64_t i = 0) {
+  T value;
+  std::memcpy(&value, static_cast<const std::byte*>(p) + static_cast<std::size_t>(i) * sizeof(T), sizeof(T));
+  return value;
+}
+
+inline constexpr float kUe4m3Factor = 256.0f;  // see load_ue4m3
+
+}  // namespace
+}  // namespace gatefold::GATEFOLD_ISA
+
 #if defined(__AVX512F__)
 #include "cpu/lanes_avx512.h"
 #elif defined(__AVX2__)

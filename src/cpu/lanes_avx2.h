@@ -5,7 +5,7 @@
 namespace gatefold::GATEFOLD_ISA {
 namespace {
 
-constexpr int kRowsRegisters = 2;  // that 16 rows take
+inline constexpr int kRowsRegisters = 2;  // that 16 rows take
 
 struct Rows {
   __m256 v[2];
@@ -79,6 +79,15 @@ inline Rows load_f16(const std::byte* p) {
       [&](int h) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * h))); });
 }
 
+/// 16 bytes of ue4m3, divided by kUe4m3Factor: as the upper bits of f16, whose exponent is larger by 8,
+/// subnormals included.
+inline Rows load_ue4m3(const std::byte* p) {
+  return both<Rows>([&](int h) {
+    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * h)));
+    return _mm256_cvtph_ps(_mm_slli_epi16(codes, 7));
+  });
+}
+
 inline Codes load_codes(const std::byte* p) {
   return both<Codes>([&](int h) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p + 32 * h)); });
 }
@@ -92,11 +101,20 @@ inline Codes high_nibbles(Codes a) {
   return both<Codes>(
       [&](int h) { return _mm256_and_si256(_mm256_srli_epi32(a.v[h], 4), _mm256_set1_epi8(15)); });
 }
-/// table[code] of codes below 16.
-inline Codes look_up(const std::uint8_t* table, Codes a) {
-  const __m256i t = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-  return both<Codes>([&](int h) { return _mm256_shuffle_epi8(t, a.v[h]); });
-}
+/// table[nibble] of every byte; `at` holds the 16 entries twice or more.
+class NibbleTable {
+ public:
+  explicit NibbleTable(const std::uint8_t* at)
+      : table_(_mm256_load_si256(reinterpret_cast<const __m256i*>(at))) {}
+  Codes low(Codes a) const { return look_up(low_nibbles(a)); }
+  Codes high(Codes a) const { return look_up(high_nibbles(a)); }
+
+ private:
+  Codes look_up(Codes a) const {
+    return both<Codes>([&](int h) { return _mm256_shuffle_epi8(table_, a.v[h]); });
+  }
+  __m256i table_;
+};
 /// Byte `kByte` of every lane, 0..255.
 template <int kByte>
 Ints byte(Codes a) {

@@ -5,7 +5,7 @@
 namespace gatefold::GATEFOLD_ISA {
 namespace {
 
-constexpr int kRowsRegisters = 1;  // that 16 rows take
+inline constexpr int kRowsRegisters = 1;  // that 16 rows take
 
 struct Rows {
   __m512 v;
@@ -67,6 +67,13 @@ inline Rows load_f16(const std::byte* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 
+/// 16 bytes of ue4m3, divided by kUe4m3Factor: as the upper bits of f16, whose exponent is larger by 8,
+/// subnormals included.
+inline Rows load_ue4m3(const std::byte* p) {
+  const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_cvtph_ps(_mm256_slli_epi16(codes, 7))};
+}
+
 inline Codes load_codes(const std::byte* p) {
   return {_mm512_load_si512(p)};
 }
@@ -79,11 +86,30 @@ inline Codes low_nibbles(Codes a) {
 inline Codes high_nibbles(Codes a) {
   return {_mm512_and_si512(_mm512_srli_epi32(a.v, 4), _mm512_set1_epi8(15))};
 }
-/// table[code] of codes below 16.
-inline Codes look_up(const std::uint8_t* table, Codes a) {
-  const __m128i t = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
-  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), a.v)};
-}
+/// table[nibble] of every byte; `at` holds the 16 entries four times.
+class NibbleTable {
+ public:
+  explicit NibbleTable(const std::uint8_t* at) : table_(_mm512_load_si512(at)) {}
+#if defined(__AVX512VBMI__)
+  // The look-up takes 6 bits; of those above the nibble every value finds the same entry.
+  Codes low(Codes a) const {
+    return {_mm512_permutexvar_epi8(a.v, table_)};
+  }
+  Codes high(Codes a) const {
+    return {_mm512_permutexvar_epi8(_mm512_srli_epi32(a.v, 4), table_)};
+  }
+#else
+  Codes low(Codes a) const {
+    return {_mm512_shuffle_epi8(table_, low_nibbles(a).v)};
+  }
+  Codes high(Codes a) const {
+    return {_mm512_shuffle_epi8(table_, high_nibbles(a).v)};
+  }
+#endif
+
+ private:
+  __m512i table_;
+};
 /// Byte `kByte` of every lane, 0..255.
 template <int kByte>
 Ints byte(Codes a) {
@@ -109,7 +135,9 @@ template <bool kNarrow>
 Ints dot4(Ints sum, Codes codes, std::int32_t x) {
   const __m512i bytes = _mm512_set1_epi32(x);
 #if defined(__AVX512VNNI__)
-  return {_mm512_dpbusd_epi32(sum.v, codes.v, bytes)};
+  // Not the intrinsic: GCC copies every sum of a loop to another register and back.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(codes.v), "v"(bytes));
+  return sum;
 #else
   const __m512i one = _mm512_set1_epi16(1);
   if constexpr (kNarrow) {  // 2 * 31 * 128 fits in 16 bits
@@ -129,8 +157,8 @@ Ints dot4(Ints sum, Codes codes, std::int32_t x) {
 #define GATEFOLD_DOT2
 /// sum + the dot product of 2 bf16 and 2 bf16 of x.
 inline Rows dot2(Rows sum, Codes pair, std::uint32_t x) {
-  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(pair.v),
-                           reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(x))))};
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(pair.v), "v"(_mm512_set1_epi32(static_cast<int>(x))));
+  return sum;
 }
 
 /// 8-bit floats to bf16: two look-ups of 128 entries, for the high and the low byte; the sign is put in

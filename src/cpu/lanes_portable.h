@@ -5,7 +5,7 @@
 namespace gatefold::GATEFOLD_ISA {
 namespace {
 
-constexpr int kRowsRegisters = 4;  // that 16 rows take
+inline constexpr int kRowsRegisters = 4;  // that 16 rows take
 
 struct Rows {
   float v[16];
@@ -23,13 +23,6 @@ R each(F&& f) {
   R result;
   for (int r = 0; r < 16; ++r) result.v[r] = f(r);
   return result;
-}
-
-template <class T>
-T load_at(const void* p, int i) {
-  T value;
-  std::memcpy(&value, static_cast<const std::byte*>(p) + static_cast<std::size_t>(i) * sizeof(T), sizeof(T));
-  return value;
 }
 
 inline Rows rows(float x) {
@@ -82,6 +75,12 @@ inline Rows load_f16(const std::byte* p) {
   return each<Rows>([&](int r) { return decode<formats::f16>(load_at<std::uint16_t>(p, r)); });
 }
 
+/// 16 bytes of ue4m3, divided by kUe4m3Factor.
+inline Rows load_ue4m3(const std::byte* p) {
+  return each<Rows>(
+      [&](int r) { return decode<formats::ue4m3>(static_cast<std::uint32_t>(p[r])) * (1 / kUe4m3Factor); });
+}
+
 inline Codes load_codes(const std::byte* p) {
   return each<Codes>([&](int r) { return load_at<std::uint32_t>(p, r); });
 }
@@ -94,14 +93,23 @@ inline Codes low_nibbles(Codes a) {
 inline Codes high_nibbles(Codes a) {
   return each<Codes>([&](int r) { return a.v[r] >> 4 & 0x0F0F0F0F; });
 }
-/// table[code] of codes below 16.
-inline Codes look_up(const std::uint8_t* table, Codes a) {
-  return each<Codes>([&](int r) {
-    const std::uint32_t v = a.v[r];
-    return std::uint32_t{table[v & 15]} | std::uint32_t{table[v >> 8 & 15]} << 8 |
-           std::uint32_t{table[v >> 16 & 15]} << 16 | std::uint32_t{table[v >> 24 & 15]} << 24;
-  });
-}
+/// table[nibble] of every byte.
+class NibbleTable {
+ public:
+  explicit NibbleTable(const std::uint8_t* at) : at_(at) {}
+  Codes low(Codes a) const { return look_up(a); }
+  Codes high(Codes a) const { return look_up(high_nibbles(a)); }
+
+ private:
+  Codes look_up(Codes a) const {
+    return each<Codes>([&](int r) {
+      std::uint32_t v = 0;
+      for (int i = 0; i < 32; i += 8) v |= std::uint32_t{at_[a.v[r] >> i & 15]} << i;
+      return v;
+    });
+  }
+  const std::uint8_t* at_;
+};
 /// Byte `kByte` of every lane, 0..255.
 template <int kByte>
 Ints byte(Codes a) {

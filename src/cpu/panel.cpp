@@ -117,7 +117,7 @@ PanelShape panel_shape(const Scheme& scheme, Format scale_format, std::int64_t n
   shape.n = n;
   shape.k = k;
   shape.panels = (n + kPanelRows - 1) / kPanelRows;
-  shape.block = w.group.k != 0 ? w.group.k : activation.group.k != 0 ? activation.group.k : 128;
+  shape.block = w.group.k != 0 ? w.group.k : activation.group.k != 0 ? activation.group.k : kMostPanelBlock;
   shape.blocks = (k + shape.block - 1) / shape.block;
   shape.value_bytes = static_cast<std::size_t>(kPanelRows * shape.block * w.value.bits / 8);
   if (w.group.k != 0)
@@ -186,10 +186,12 @@ const PanelKernels& panel_kernels(Isa isa) {
 }
 
 bool pairs_are_fast(Isa isa) {
-  const PanelMultiply pairs = panel_kernels(isa).find(SchemeId::bf16, PanelForm::pairs, false, false);
+  const PanelMultiply pairs =
+      panel_kernels(isa).find(SchemeId::bf16, PanelForm::pairs, InputScale::none, false);
   if (pairs == nullptr) return false;
   static const bool fast = [&] {
-    const PanelMultiply floats = panel_kernels(isa).find(SchemeId::bf16, PanelForm::floats, false, false);
+    const PanelMultiply floats =
+        panel_kernels(isa).find(SchemeId::bf16, PanelForm::floats, InputScale::none, false);
     constexpr std::int64_t k = 256, tokens = 8;  // 8 + 8 KiB: in the innermost cache
     const PanelShape shape = panel_shape(scheme(SchemeId::bf16), {}, kPanelRows, k);
     std::vector<std::byte> memory(shape.bytes() + 64 + tokens * k * sizeof(float));

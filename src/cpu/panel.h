@@ -22,6 +22,10 @@
 namespace gatefold {
 
 inline constexpr std::int64_t kPanelRows = 16;
+inline constexpr std::int64_t kPanelChunk = 256;      ///< columns that are scaled together in limbs2
+inline constexpr std::int64_t kMostPanelBlock = 128;  ///< columns; divides a chunk
+inline constexpr std::int64_t kLeastPanelBlock = 16;  ///< columns
+inline constexpr std::int64_t kPanelTokens = 64;      ///< the most of one call
 
 /// How far ahead weights are prefetched by default. AMD's own prefetchers follow one stream best undisturbed;
 /// Intel's stop at pages, and do not run far enough ahead when decoding takes time.
@@ -56,36 +60,38 @@ void pack_panels(const QuantizedMatrix& matrix, const PanelShape& shape, std::by
 /// How activations are multiplied. Weights whose codes are small integers (or twice a value is one) take
 /// bytes, which int8 multiplies take four at a time:
 ///   limbs1  int8 and e2m1 activations (e2m1: twice the value), exact
-///   limbs2  all others, as 16-bit fixed point with a power of two per block: x = (256 * high + low) * scale.
+///   limbs2  all others, as 16-bit fixed point with a power of two per chunk: x = (256 * high + low) * scale.
 ///   The
-///           error is at most 2^-15 of the block's largest number; bf16 itself is off by up to 2^-9 of each.
+///           error is at most 2^-15 of the chunk's largest number; bf16 itself is off by up to 2^-9 of each.
 /// Other weights take
 ///   pairs   bf16, two at a time: activations that are exact in bf16
 ///   floats  f32, everything
 enum class PanelForm { limbs1, limbs2, pairs, floats };
 
+/// What has a scale of its own in a row of activations, beside the row.
+enum class InputScale { none, block, chunk };
+
 /// One row of activations as the multiply wants it.
 struct PanelInput {
-  const std::byte* codes =
-      nullptr;  ///< [padded_k] in the form's type; low limbs `plane` bytes after the high
-  std::int64_t plane = 0;
-  const float* block_scales = nullptr;  ///< [blocks]
-  const float* block_sums = nullptr;    ///< [blocks] sums of the codes, for zero points
+  const std::byte* codes = nullptr;   ///< [padded_k] in the form's type
+  std::int64_t plane = 0;             ///< low limbs are that many bytes after the high ones
+  const float* scales = nullptr;      ///< [blocks] or [chunks]
+  const float* block_sums = nullptr;  ///< [blocks] sums of the codes, for zero points
   const std::int32_t* starts =
-      nullptr;  ///< [blocks][limbs] what sums of limbs start with: -offset * their sum
+      nullptr;  ///< [blocks] what sums of bytes start with: -panel_offset * block_sums
   float row_scale = 1.0f;
 };
 
 /// `panels` panels, `apart` bytes from each other: out[t * stride + p * out_apart + r] = row r of panel p
-/// times input t.
+/// times input t. At most kPanelTokens tokens.
 using PanelMultiply = void (*)(const PanelShape& shape, const std::byte* first, std::int64_t apart,
                                int panels, const PanelInput* inputs, std::int64_t tokens, float* out,
                                std::int64_t stride, std::int64_t out_apart);
 
 struct PanelKernels {
-  /// nullptr if this instruction set has none. `scaled`: inputs have block scales. `foreign`: block scales
-  /// are f32 where the scheme has a shorter format.
-  PanelMultiply (*find)(SchemeId id, PanelForm form, bool scaled, bool foreign);
+  /// nullptr if this instruction set has none. `foreign`: block scales are f32 where the scheme has a shorter
+  /// format.
+  PanelMultiply (*find)(SchemeId id, PanelForm form, InputScale scale, bool foreign);
 };
 
 const PanelKernels& panel_kernels(Isa isa);

@@ -7,9 +7,6 @@
 namespace gatefold {
 namespace {
 
-/// Tokens of one step: their outputs stay in L1.
-constexpr std::int64_t kTokenBlock = 32;
-
 PanelShape shape_of(const PackedMatrix& m) {
   return panel_shape(scheme(m.scheme), m.scale_format, m.n, m.k);
 }
@@ -27,41 +24,47 @@ PanelForm choose_form(Isa isa, const Scheme& scheme, const Operand& activation) 
 struct InputRows {
   Operand activation;
   PanelForm form = PanelForm::floats;
-  bool scaled = false;          // has block scales
+  bool by_block = false;  // activations have scales along k
+  InputScale scale = InputScale::none;
   Buffer<std::byte> codes;      // [rows] of `row_bytes`
   Buffer<float> scales, sums;   // [rows, blocks]
-  Buffer<std::int32_t> starts;  // [rows, blocks, limbs]
+  Buffer<std::int32_t> starts;  // [rows, blocks]
   Buffer<float> row_scale;      // [rows]
-  std::int64_t stride = 0, blocks = 0, limbs = 1, row_bytes = 0;
-
+  std::int64_t k = 0, block = 0, blocks = 0, row_bytes = 0, plane = 0;
   std::int32_t offset = 0;  // of the weights' bytes
 
   InputRows() = default;
   InputRows(const char* name, Isa isa, SchemeId id, const MoeSpec& spec, const PlanOptions& options,
-            std::size_t rows, std::int64_t k, WorkspaceLayout& layout)
+            std::size_t rows, std::int64_t width, WorkspaceLayout& layout)
       : activation(effective_activation(id, spec, options)) {
     const Scheme& s = scheme(id);
-    const PanelShape shape = panel_shape(s, s.weight.scale, kPanelRows, k);
+    const PanelShape shape = panel_shape(s, s.weight.scale, kPanelRows, width);
     form = choose_form(isa, s, activation);
-    scaled = form == PanelForm::limbs2 ||
-             (form != PanelForm::floats && activation.quantized() && activation.group.k != 0);
-    limbs = form == PanelForm::limbs2 ? 2 : 1;
+    by_block = activation.quantized() && activation.group.k != 0;
+    scale = by_block && form != PanelForm::floats ? InputScale::block
+            : form == PanelForm::limbs2           ? InputScale::chunk
+                                                  : InputScale::none;
     offset = panel_offset(s.weight.value);
-    stride = shape.padded_k();
+    k = shape.padded_k();
+    block = shape.block;
     blocks = shape.blocks;
-    row_bytes = stride * (form == PanelForm::floats ? 4 : form == PanelForm::pairs ? 2 : limbs);
+    // The same columns of different rows must not meet in the same set of a cache: a line more than a power
+    // of two.
+    const std::int64_t bytes = k * (form == PanelForm::floats ? 4 : form == PanelForm::pairs ? 2 : 1);
+    plane = (bytes + 63) / 64 * 64 + 64;
+    row_bytes = form == PanelForm::limbs2 ? 2 * plane : plane;
     const std::size_t each = rows * static_cast<std::size_t>(blocks);
     codes = {layout.add<std::byte>(name, rows * static_cast<std::size_t>(row_bytes))};
-    scales = {layout.add<float>("block_scales", each)};
+    scales = {layout.add<float>("input_scales", each)};
     sums = {layout.add<float>("block_sums", each)};
-    starts = {layout.add<std::int32_t>("limb_sums", each * static_cast<std::size_t>(limbs))};
+    starts = {layout.add<std::int32_t>("block_starts", each)};
     row_scale = {layout.add<float>("row_scales", rows)};
   }
 
   PanelInput at(std::byte* base, std::int64_t row) const {
-    return {codes.at(base) + row * row_bytes,       stride,
-            scales.at(base) + row * blocks,         sums.at(base) + row * blocks,
-            starts.at(base) + row * blocks * limbs, row_scale.at(base)[row]};
+    return {codes.at(base) + row * row_bytes, plane,
+            scales.at(base) + row * blocks,   sums.at(base) + row * blocks,
+            starts.at(base) + row * blocks,   row_scale.at(base)[row]};
   }
 };
 
@@ -111,67 +114,55 @@ class PanelThread : LayerThread {
             std::int64_t to) {
     const Operand& act = rows.activation;
     std::copy_n(x, k, row_);
-    std::fill(row_ + k, row_ + rows.stride, 0.0f);
+    std::fill(row_ + k, row_ + rows.k, 0.0f);
     if (act.quantized())
       code_activations(kernels_, act, range, scratch_, row_, k);
     else if (act.value.stored())
       (act.value == formats::f16 ? inputs_.round_f16 : inputs_.round_bf16)(row_, k);
-    const bool by_block = act.quantized() && act.group.k != 0;
+    rows.row_scale.at(base_)[to] = act.quantized() && !rows.by_block ? scratch_.scales[0] : 1.0f;
     float* scales = rows.scales.at(base_) + to * rows.blocks;
-    if (by_block) std::copy_n(scratch_.scales, rows.blocks, scales);
-    rows.row_scale.at(base_)[to] = act.quantized() && !by_block ? scratch_.scales[0] : 1.0f;
+    if (rows.by_block) std::copy_n(scratch_.scales, rows.blocks, scales);
     std::byte* codes = rows.codes.at(base_) + to * rows.row_bytes;
     switch (rows.form) {
       case PanelForm::limbs1:
-        return to_limbs1(rows, codes, scales, to);
       case PanelForm::limbs2:
-        return to_limbs2(rows, codes, scales, by_block, to);
+        return to_bytes(rows, codes, scales, to);
       case PanelForm::pairs: {
         const float one = 1.0f, zero = 0.0f;
-        return kernels_[formats::bf16].encode(row_, rows.stride, rows.stride, &one, &zero, codes);
+        return kernels_[formats::bf16].encode(row_, rows.k, rows.k, &one, &zero, codes);
       }
       case PanelForm::floats:
-        return to_floats(rows, codes, scales, by_block, to);
+        return to_floats(rows, codes, scales, to);
     }
   }
 
-  void to_limbs1(const InputRows& rows, std::byte* codes, float* scales, std::int64_t to) {
-    const bool doubled = rows.activation.value == formats::e2m1;
+  void to_bytes(const InputRows& rows, std::byte* codes, float* scales, std::int64_t to) {
+    auto* bytes = reinterpret_cast<std::int8_t*>(codes);
     std::int32_t* starts = rows.starts.at(base_) + to * rows.blocks;
     float* sums = rows.sums.at(base_) + to * rows.blocks;
-    inputs_.to_bytes(row_, rows.stride, rows.stride / rows.blocks, doubled ? 2.0f : 1.0f,
-                     reinterpret_cast<std::int8_t*>(codes), starts);
+    float* units = rows.by_block ? scratch_.zeros : scales;  // of blocks or chunks
+    float factor = 1;                                        // of the blocks' scales
+    if (rows.form == PanelForm::limbs2) {
+      inputs_.fixed_point(row_, rows.k, rows.by_block ? rows.block : kPanelChunk, rows.block, bytes,
+                          bytes + rows.plane, units, starts);
+    } else {
+      factor = rows.activation.value == formats::e2m1 ? 0.5f : 1.0f;
+      inputs_.to_bytes(row_, rows.k, rows.block, 1 / factor, bytes, starts);
+    }
     for (std::int64_t b = 0; b < rows.blocks; ++b) {
-      if (doubled && rows.scaled) scales[b] *= 0.5f;
+      if (rows.by_block) scales[b] *= rows.form == PanelForm::limbs2 ? units[b] : factor;
       sums[b] = static_cast<float>(starts[b]);
       starts[b] *= -rows.offset;
     }
   }
 
-  /// Scales of the codes, if they have any along k, go into those of the fixed-point numbers.
-  void to_limbs2(const InputRows& rows, std::byte* codes, float* scales, bool by_block, std::int64_t to) {
-    auto* high = reinterpret_cast<std::int8_t*>(codes);
-    auto* starts = reinterpret_cast<std::int32_t(*)[2]>(rows.starts.at(base_) + to * rows.blocks * 2);
-    float* sums = rows.sums.at(base_) + to * rows.blocks;
-    float* units = by_block ? scratch_.zeros : scales;
-    inputs_.fixed_point(row_, rows.stride, rows.stride / rows.blocks, high, high + rows.stride, units,
-                        starts);
-    for (std::int64_t b = 0; b < rows.blocks; ++b) {
-      if (by_block) scales[b] *= units[b];
-      sums[b] = static_cast<float>(starts[b][0] * 256 + starts[b][1]);
-      for (std::int32_t& start : starts[b]) start *= -rows.offset;
-    }
-  }
-
-  void to_floats(const InputRows& rows, std::byte* codes, const float* scales, bool by_block,
-                 std::int64_t to) {
+  void to_floats(const InputRows& rows, std::byte* codes, const float* scales, std::int64_t to) {
     auto* out = reinterpret_cast<float*>(codes);
     float* sums = rows.sums.at(base_) + to * rows.blocks;
-    const std::int64_t block = rows.stride / rows.blocks;
     for (std::int64_t b = 0; b < rows.blocks; ++b) {
       float sum = 0;
-      for (std::int64_t i = b * block; i < (b + 1) * block; ++i) {
-        out[i] = by_block ? row_[i] * scales[b] : row_[i];
+      for (std::int64_t i = b * rows.block; i < (b + 1) * rows.block; ++i) {
+        out[i] = rows.by_block ? row_[i] * scales[b] : row_[i];
         sum += out[i];
       }
       sums[b] = sum;
@@ -204,7 +195,7 @@ class PanelThread : LayerThread {
   }
 
   PanelMultiply kernel(const PackedMatrix& m, const InputRows& rows) const {
-    return panels_.find(m.scheme, rows.form, rows.scaled, m.scale_format != scheme(m.scheme).weight.scale);
+    return panels_.find(m.scheme, rows.form, rows.scale, m.scale_format != scheme(m.scheme).weight.scale);
   }
 
   void gate_up() {
@@ -216,15 +207,16 @@ class PanelThread : LayerThread {
       const auto apart = static_cast<std::int64_t>(gate_shape.panel_bytes),
                  pair = apart + static_cast<std::int64_t>(up_shape.panel_bytes);
       const std::int64_t mid_stride = padded(gate.n);
+      constexpr std::int64_t kBatch = 2 * kPanelTokens;
+      const std::int64_t calls = (job.rows + kPanelTokens - 1) / kPanelTokens;
       // Few tokens: several panels, so that the activation has something to do.
-      const std::int64_t batch = std::max<std::int64_t>(1, kTokenBlock / job.rows),
-                         width = batch * kPanelRows;
-      float out[2][kTokenBlock * kPanelRows];  // [gate, up][tokens, width]
-      constexpr std::int64_t kUp = kTokenBlock * kPanelRows;
+      const std::int64_t batch = std::max<std::int64_t>(1, kBatch / job.rows), width = batch * kPanelRows;
+      constexpr std::int64_t kUp = kBatch * kPanelRows;
+      alignas(64) float out[2][kUp];  // [gate, up][tokens, width]
       for (std::int64_t at = begin; at < end; at += batch)
-        for (std::int64_t token = 0; token < job.rows; token += kTokenBlock) {
-          const std::int64_t rows = std::min(kTokenBlock, job.rows - token);
-          PanelInput in[kTokenBlock];
+        for (std::int64_t token = 0, left = calls; left > 0; --left) {
+          const std::int64_t rows = (job.rows - token + left - 1) / left;
+          PanelInput in[kPanelTokens];
           for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, input_row(job, token + i));
           for (std::int64_t panel = at; panel < std::min(at + batch, end); ++panel) {
             float* to = out[0] + (panel - at) * kPanelRows;
@@ -240,6 +232,7 @@ class PanelThread : LayerThread {
           for (std::int64_t i = 0; i < rows; ++i)
             activate_row(job, first, count, out[0] + i * width, out[1] + i * width,
                          job.mid + (token + i) * mid_stride + first);
+          token += rows;
         }
     };
     for_each_run(b_.taken.at(base_)[0], spec_.intermediate, spec_.shared.intermediate, run);
@@ -267,15 +260,16 @@ class PanelThread : LayerThread {
       for (std::int64_t panel = begin; panel < end; panel += 2) {
         const std::int64_t first = panel * kPanelRows;
         const auto panels = static_cast<int>(std::min<std::int64_t>(2, end - panel));
-        for (std::int64_t at = 0; at < job.rows; at += kTokenBlock) {
-          const std::int64_t rows = std::min(kTokenBlock, job.rows - at);
-          PanelInput in[kTokenBlock];
-          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, job.first + at + i);
-          float* out = job.out + at * hidden_k_ + first;  // H is padded to whole panels
+        for (std::int64_t token = 0, left = (job.rows + kPanelTokens - 1) / kPanelTokens; left > 0; --left) {
+          const std::int64_t rows = (job.rows - token + left - 1) / left;
+          PanelInput in[kPanelTokens];
+          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, job.first + token + i);
+          float* out = job.out + token * hidden_k_ + first;  // H is padded to whole panels
           multiply(shape, matrix.data + panel * apart, apart, panels, in, rows, out, hidden_k_, kPanelRows);
           const std::int64_t count = std::min(panels * kPanelRows, spec_.hidden - first);
           for (std::int64_t i = 0; job.down_bias != nullptr && i < rows; ++i)
             for (std::int64_t n = 0; n < count; ++n) out[i * hidden_k_ + n] += job.down_bias[first + n];
+          token += rows;
         }
       }
     };
