@@ -10,7 +10,7 @@ BUILD = pathlib.Path(sys.argv[1])
 
 class ObjectsTest(unittest.TestCase):
     def test_no_weak_symbols(self):
-        for isa in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"):
+        for isa in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx"):
             objects = list((BUILD / f"CMakeFiles/gatefold_{isa}.dir").rglob("*.o"))
             self.assertTrue(objects)
             for path in objects:

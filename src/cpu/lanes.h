@@ -29,6 +29,19 @@ T load_at(const void* p, std::int64_t i = 0) {
   return value;
 }
 
+// Whether dot4 is the same for narrow and wide codes.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
+inline constexpr bool kAnyDot4 = true;
+#else
+inline constexpr bool kAnyDot4 = false;
+#endif
+
+#if defined(__AMX_TILE__)
+inline constexpr bool kHasTiles = true;
+#else
+inline constexpr bool kHasTiles = false;
+#endif
+
 inline constexpr float kUe4m3Factor = 256.0f;  // see load_ue4m3
 
 }  // namespace

@@ -167,9 +167,14 @@ extern const PanelKernels panel_kernels;
 namespace avx512bf16 {
 extern const PanelKernels panel_kernels;
 }
+namespace amx {
+extern const PanelKernels panel_kernels;
+}
 
 const PanelKernels& panel_kernels(Isa isa) {
   switch (isa) {
+    case Isa::amx:
+      return amx::panel_kernels;
     case Isa::avx512bf16:
       return avx512bf16::panel_kernels;
     case Isa::avx512vnni:

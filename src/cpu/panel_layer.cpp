@@ -70,7 +70,9 @@ struct InputRows {
 
 struct PanelBuffers : LayerBuffers {
   InputRows routed_in, routed_mid_in, shared_in, shared_mid_in;
-  Buffer<float> row;  // per thread [K]
+  Buffer<float> row;           // per thread [K]
+  Buffer<std::byte> gathered;  // per thread [gather, codes of routed_in]
+  std::int64_t gather = 0;     // tokens whose codes are copied side by side; 0: the multiply takes any rows
 
   PanelBuffers(Isa isa, const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout)
       : LayerBuffers(spec, options, layout) {
@@ -80,6 +82,9 @@ struct PanelBuffers : LayerBuffers {
     routed_in = inputs("routed_in", spec.scheme, may_be_static ? slots : tokens, spec.hidden);
     routed_mid_in = inputs("routed_mid_in", spec.scheme, slots, spec.intermediate);
     row = {layout.add<float>("row", threads * (k + 128))};
+    if (isa == Isa::amx) gather = std::min<std::int64_t>(options.max_tokens, 4 * kPanelTokens);
+    gathered = {
+        layout.add<std::byte>("gathered", threads * static_cast<std::size_t>(gather * routed_in.row_bytes))};
     if (spec.shared.intermediate == 0) return;
     shared_in = inputs("shared_in", spec.shared.scheme, tokens, spec.hidden);
     shared_mid_in = inputs("shared_mid_in", spec.shared.scheme, tokens, spec.shared.intermediate);
@@ -199,43 +204,61 @@ class PanelThread : LayerThread {
   }
 
   void gate_up() {
-    const auto run = [&](const Job& job, std::int64_t begin, std::int64_t end) {
-      const PackedMatrix &gate = job.ffn->gate, &up = job.ffn->up;
-      const InputRows& inputs = job.routed ? in_.routed_in : in_.shared_in;
-      const PanelShape gate_shape = shape_of(gate), up_shape = shape_of(up);
-      const PanelMultiply gate_kernel = kernel(gate, inputs), up_kernel = kernel(up, inputs);
-      const auto apart = static_cast<std::int64_t>(gate_shape.panel_bytes),
-                 pair = apart + static_cast<std::int64_t>(up_shape.panel_bytes);
-      const std::int64_t mid_stride = padded(gate.n);
-      constexpr std::int64_t kBatch = 2 * kPanelTokens;
-      const std::int64_t calls = (job.rows + kPanelTokens - 1) / kPanelTokens;
-      // Few tokens: several panels, so that the activation has something to do.
-      const std::int64_t batch = std::max<std::int64_t>(1, kBatch / job.rows), width = batch * kPanelRows;
-      constexpr std::int64_t kUp = kBatch * kPanelRows;
-      alignas(64) float out[2][kUp];  // [gate, up][tokens, width]
-      for (std::int64_t at = begin; at < end; at += batch)
-        for (std::int64_t token = 0, left = calls; left > 0; --left) {
-          const std::int64_t rows = (job.rows - token + left - 1) / left;
-          PanelInput in[kPanelTokens];
-          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, input_row(job, token + i));
-          for (std::int64_t panel = at; panel < std::min(at + batch, end); ++panel) {
-            float* to = out[0] + (panel - at) * kPanelRows;
-            if (gate_kernel == up_kernel) {
-              gate_kernel(gate_shape, gate.data + panel * pair, apart, 2, in, rows, to, width, kUp);
-            } else {  // their scales have different formats
-              gate_kernel(gate_shape, gate.data + panel * pair, 0, 1, in, rows, to, width, 0);
-              up_kernel(up_shape, up.data + panel * pair, 0, 1, in, rows, to + kUp, width, 0);
-            }
-          }
-          const std::int64_t first = at * kPanelRows,
-                             count = std::min(std::min(at + batch, end) * kPanelRows, gate.n) - first;
-          for (std::int64_t i = 0; i < rows; ++i)
-            activate_row(job, first, count, out[0] + i * width, out[1] + i * width,
-                         job.mid + (token + i) * mid_stride + first);
-          token += rows;
-        }
+    for_each_run(b_.taken.at(base_)[0], spec_.intermediate, spec_.shared.intermediate,
+                 [&](const Job& job, std::int64_t begin, std::int64_t end) {
+                   const std::int64_t most = in_.gather != 0 && job.slot != nullptr ? in_.gather : job.rows;
+                   for (std::int64_t token = 0; token < job.rows; token += most)
+                     gate_up(job, token, std::min(token + most, job.rows), begin, end);
+                 });
+  }
+
+  /// Panels [begin, end) by rows [from, to) of a job.
+  void gate_up(const Job& job, std::int64_t from, std::int64_t to, std::int64_t begin, std::int64_t end) {
+    const InputRows& inputs = job.routed ? in_.routed_in : in_.shared_in;
+    const bool gather = in_.gather != 0 && job.slot != nullptr;
+    std::byte* gathered =
+        in_.gathered.at(base_) + static_cast<std::int64_t>(thread_) * in_.gather * inputs.row_bytes;
+    const auto input = [&](std::int64_t i) {
+      PanelInput in = inputs.at(base_, input_row(job, i));
+      if (gather) in.codes = gathered + (i - from) * inputs.row_bytes;
+      return in;
     };
-    for_each_run(b_.taken.at(base_)[0], spec_.intermediate, spec_.shared.intermediate, run);
+    if (gather)
+      for (std::int64_t i = from; i < to; ++i)
+        std::copy_n(inputs.at(base_, input_row(job, i)).codes, inputs.row_bytes,
+                    gathered + (i - from) * inputs.row_bytes);
+
+    const PackedMatrix &gate = job.ffn->gate, &up = job.ffn->up;
+    const PanelShape gate_shape = shape_of(gate), up_shape = shape_of(up);
+    const PanelMultiply gate_kernel = kernel(gate, inputs), up_kernel = kernel(up, inputs);
+    const auto apart = static_cast<std::int64_t>(gate_shape.panel_bytes),
+               pair = apart + static_cast<std::int64_t>(up_shape.panel_bytes);
+    const std::int64_t mid_stride = padded(gate.n), calls = (to - from + kPanelTokens - 1) / kPanelTokens;
+    // Few tokens: several panels, so that the activation has something to do.
+    constexpr std::int64_t kBatch = 2 * kPanelTokens, kUp = kBatch * kPanelRows;
+    const std::int64_t batch = std::max<std::int64_t>(1, kBatch / (to - from)), width = batch * kPanelRows;
+    alignas(64) float out[2][kUp];  // [gate, up][tokens, width]
+    for (std::int64_t at = begin; at < end; at += batch)
+      for (std::int64_t token = from, left = calls; left > 0; --left) {
+        const std::int64_t rows = (to - token + left - 1) / left;
+        PanelInput in[kPanelTokens];
+        for (std::int64_t i = 0; i < rows; ++i) in[i] = input(token + i);
+        for (std::int64_t panel = at; panel < std::min(at + batch, end); ++panel) {
+          float* y = out[0] + (panel - at) * kPanelRows;
+          if (gate_kernel == up_kernel) {
+            gate_kernel(gate_shape, gate.data + panel * pair, apart, 2, in, rows, y, width, kUp);
+          } else {  // their scales have different formats
+            gate_kernel(gate_shape, gate.data + panel * pair, 0, 1, in, rows, y, width, 0);
+            up_kernel(up_shape, up.data + panel * pair, 0, 1, in, rows, y + kUp, width, 0);
+          }
+        }
+        const std::int64_t first = at * kPanelRows,
+                           count = std::min(std::min(at + batch, end) * kPanelRows, gate.n) - first;
+        for (std::int64_t i = 0; i < rows; ++i)
+          activate_row(job, first, count, out[0] + i * width, out[1] + i * width,
+                       job.mid + (token + i) * mid_stride + first);
+        token += rows;
+      }
   }
 
   void activate_row(const Job& job, std::int64_t first, std::int64_t count, float* gate, float* up,

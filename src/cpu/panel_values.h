@@ -74,6 +74,7 @@ struct Values<formats::int8> {
 template <Format F>
 requires(F.bits == 8 && F.kind == Kind::floating) struct Values<F> {
   static constexpr int kBytes = 64, kColumns = 4;
+  static constexpr bool kNarrow = false;
   static constexpr float kFactor = 1.0f;
 #if defined(GATEFOLD_DOT2)
   struct alignas(64) Table {
@@ -105,6 +106,7 @@ requires(F.bits == 8 && F.kind == Kind::floating) struct Values<F> {
 template <>
 struct Values<formats::bf16> {
   static constexpr int kBytes = 128, kColumns = 4;
+  static constexpr bool kNarrow = false;
   static constexpr float kFactor = 1.0f;
   static void to_pairs(const std::byte* p, Codes* units) {
     units[0] = load_codes(p);
@@ -121,6 +123,7 @@ struct Values<formats::bf16> {
 template <>
 struct Values<formats::f16> {
   static constexpr int kBytes = 64, kColumns = 2;
+  static constexpr bool kNarrow = false;
   static constexpr float kFactor = 1.0f;
   template <int kColumn>
   static Rows column(const std::byte* p) {

@@ -20,9 +20,14 @@ extern const Probe probes;
 namespace avx512bf16 {
 extern const Probe probes;
 }
+namespace amx {
+extern const Probe probes;
+}
 
 const Probe& probe(Isa isa) {
   switch (isa) {
+    case Isa::amx:
+      return amx::probes;
     case Isa::avx512bf16:
       return avx512bf16::probes;
     case Isa::avx512vnni:

@@ -35,6 +35,44 @@ double multiply_f32(std::int64_t rounds, float* sink) {
   return multiply(rounds, 16, a, [&](Rows s) { return multiply_add(a, b, s); });
 }
 
+#if defined(__AMX_TILE__)
+
+struct alignas(64) Tiles {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+template <class Step>
+double multiply_tiles(std::int64_t rounds, int columns, Step&& step) {
+  const Tiles config;
+  _tile_loadconfig(&config);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (std::int64_t i = 0; i < rounds / 16; ++i) step();
+  _tile_release();
+  return 2.0 * 4 * 16 * 16 * columns * static_cast<double>(rounds / 16);
+}
+
+double multiply_int8(std::int64_t rounds, float*) {
+  return multiply_tiles(rounds, 64, [] {
+    _tile_dpbsud(0, 6, 7);
+    _tile_dpbsud(1, 6, 7);
+    _tile_dpbsud(2, 6, 7);
+    _tile_dpbsud(3, 6, 7);
+  });
+}
+double multiply_bf16(std::int64_t rounds, float*) {
+  return multiply_tiles(rounds, 32, [] {
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_dpbf16ps(3, 6, 7);
+  });
+}
+
+#else
+
 double multiply_int8(std::int64_t rounds, float* sink) {
   const Codes a = load_codes(reinterpret_cast<const std::byte*>(sink));
   return multiply(rounds, 64, ints(0), [&](Ints s) { return dot4<true>(s, a, 0x01020304); });
@@ -47,6 +85,8 @@ double multiply_bf16(std::int64_t rounds, float* sink) {
 }
 #else
 constexpr double (*multiply_bf16)(std::int64_t, float*) = nullptr;
+#endif
+
 #endif
 
 }  // namespace

@@ -1,6 +1,8 @@
 #include "format/isa.h"
 
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "format/options.h"
 
@@ -17,10 +19,25 @@ bool has_avxvnni() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
 }
 
+bool has_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & bf16) != 0 && (d & tile) != 0 &&
+         (d & int8) != 0;
+}
+/// Tiles are a large state, which Linux gives a process when it asks.
+bool may_use_tiles() {
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  static const bool granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return granted;
+}
+
 }  // namespace
 
 std::string_view name(Isa isa) {
   switch (isa) {
+    case Isa::amx:
+      return "amx";
     case Isa::avx512bf16:
       return "avx512bf16";
     case Isa::avx512vnni:
@@ -51,9 +68,13 @@ std::string_view missing(Isa isa) {
     if (!__builtin_cpu_supports("avx512dq")) return "the CPU has no avx512dq";
   }
   if (isa >= Isa::avx512vnni && !__builtin_cpu_supports("avx512vnni")) return "the CPU has no avx512_vnni";
-  if (isa == Isa::avx512bf16) {
+  if (isa >= Isa::avx512bf16) {
     if (!__builtin_cpu_supports("avx512bf16")) return "the CPU has no avx512_bf16";
     if (!__builtin_cpu_supports("avx512vbmi")) return "the CPU has no avx512_vbmi";
+  }
+  if (isa == Isa::amx) {
+    if (!has_amx()) return "the CPU has no amx_int8 and amx_bf16";
+    if (!may_use_tiles()) return "the system does not permit AMX tiles";
   }
   return {};
 }

@@ -10,11 +10,11 @@
 namespace gatefold {
 
 /// avxvnni: avx2 and its int8 multiply. avx512vnni: avx512 and its int8 multiply; avx512bf16: that, the bf16
-/// multiply, and byte permutations (VBMI).
-enum class Isa : unsigned char { portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16 };
+/// multiply, and byte permutations (VBMI). amx: that, and matrix tiles of bytes and bf16.
+enum class Isa : unsigned char { portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx };
 /// Best first.
-inline constexpr Isa all_isas[] = {Isa::avx512bf16, Isa::avx512vnni, Isa::avx512,
-                                   Isa::avxvnni,    Isa::avx2,       Isa::portable};
+inline constexpr Isa all_isas[] = {Isa::amx,     Isa::avx512bf16, Isa::avx512vnni, Isa::avx512,
+                                   Isa::avxvnni, Isa::avx2,       Isa::portable};
 
 /// The widest of portable, avx2, avx512 that a set includes.
 constexpr Isa base(Isa isa) {
