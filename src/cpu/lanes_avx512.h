@@ -183,5 +183,18 @@ struct PairTable {
 };
 #endif
 
+#if defined(__AMX_TILE__)
+/// 16 rows of 64 bytes in every tile, unless told otherwise.
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+/// Not the intrinsic: GCC's tells it that 8 bytes are read, and the others are optimized away.
+inline void load_tile_config(const TileConfig& config) {
+  asm volatile("ldtilecfg %0" : : "m"(config));
+}
+#endif
+
 }  // namespace
 }  // namespace gatefold::GATEFOLD_ISA

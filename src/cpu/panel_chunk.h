@@ -23,7 +23,7 @@ inline void load_unit(const std::byte* p, Rows& unit) {
 
 /// P panels at once, so that each number of x is loaded once for several registers of rows; as many tokens as
 /// their sums leave room for.
-constexpr int kPanels = kRowsRegisters == 1 ? 2 : 1;
+inline constexpr int kPanels = kRowsRegisters == 1 ? 2 : 1;
 template <class A>
 constexpr int kTileTokens = kRowsRegisters == 1   ? 6
                             : kRowsRegisters == 4 ? 2

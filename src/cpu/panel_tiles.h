@@ -13,21 +13,13 @@ inline constexpr std::int64_t kTileRows = 32;  // tokens of two tiles
 #if defined(__AMX_TILE__)
 
 /// Tiles 0 to 3: sums of 16 tokens and 16 rows, [2 of tokens][2 panels]. 4, 5: weights. 6, 7: activations.
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  std::uint16_t row_bytes[16] = {};
-  std::uint8_t rows[16] = {};
-
-  explicit TileConfig(std::int64_t tokens) {
-    const auto low = static_cast<std::uint8_t>(tokens < 16 ? tokens : 16),
-               high = static_cast<std::uint8_t>(tokens > 16 ? tokens - 16 : 1);
-    const std::uint8_t all[8] = {low, low, high, high, 16, 16, low, high};
-    for (int tile = 0; tile < 8; ++tile) {
-      rows[tile] = all[tile];
-      row_bytes[tile] = 64;
-    }
-  }
-};
+inline void configure_tiles(std::int64_t tokens) {
+  TileConfig config;
+  const std::int64_t low = tokens < 16 ? tokens : 16, high = tokens > 16 ? tokens - 16 : 1;
+  const std::int64_t rows[8] = {low, low, high, high, 16, 16, low, high};
+  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = static_cast<std::uint8_t>(rows[tile]);
+  load_tile_config(config);
+}
 
 template <class A>
 void multiply_tiles(const Chunk<A>& chunk, std::int64_t first, std::int64_t units, const std::byte* x,
@@ -74,8 +66,7 @@ class Tiles {
   ~Tiles() { _tile_release(); }
   void configure(std::int64_t tokens) {
     if (tokens == tokens_) return;
-    const TileConfig config(tokens);
-    _tile_loadconfig(&config);
+    configure_tiles(tokens);
     tokens_ = tokens;
   }
 

@@ -37,16 +37,9 @@ double multiply_f32(std::int64_t rounds, float* sink) {
 
 #if defined(__AMX_TILE__)
 
-struct alignas(64) Tiles {
-  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
 template <class Step>
 double multiply_tiles(std::int64_t rounds, int columns, Step&& step) {
-  const Tiles config;
-  _tile_loadconfig(&config);
+  load_tile_config({});
   _tile_zero(6);
   _tile_zero(7);
   for (std::int64_t i = 0; i < rounds / 16; ++i) step();
