@@ -235,6 +235,27 @@ TEST_P(EveryScheme, SameBitsForEveryThreadCountAndBatch) {
   EXPECT_EQ(one.hidden, std::vector<float>(whole.hidden.begin(), whole.hidden.begin() + 256));
 }
 
+// A token's result does not depend on how many others there are: each count takes another way through the
+// tiles.
+TEST_P(EveryScheme, TokenCounts) {
+  if (scheme(id()).batch_dependent()) return;
+  MoeSpec spec = small_spec(id());
+  spec.experts = 5;  // so that an expert has many tokens
+  Layer layer(spec);
+  const std::vector<float> x = layer.numbers(512 * 256, 1.0f);
+  PlanOptions options{.max_tokens = 512, .threads = 2};
+  for (const std::string& kernel : kernel_names(spec, options)) {
+    options.kernel = kernel;
+    const Output whole = run(layer, options, x);
+    for (const std::size_t tokens : {1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 129}) {
+      const std::vector<float> some(x.begin(), x.begin() + static_cast<std::ptrdiff_t>(tokens * 256));
+      const std::vector<float> same(whole.hidden.begin(),
+                                    whole.hidden.begin() + static_cast<std::ptrdiff_t>(tokens * 256));
+      EXPECT_EQ(run(layer, options, some).hidden, same) << kernel << tokens;
+    }
+  }
+}
+
 TEST_P(EveryScheme, StaticActivationScales) {
   const Operand& activation = scheme(id()).activation;
   if (!activation.quantized() || (activation.group.n != 0 && !activation.tensor_scale.stored())) return;

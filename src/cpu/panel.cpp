@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "format/matrix.h"
@@ -46,7 +48,9 @@ class PanelPacker {
       const std::int64_t band = w_.group.n == 0 ? 0 : (first + r) / w_.group.n;
       load_scales(matrix_.scale_format, matrix_.scales.data(), band * layout_.scale_cols, layout_.scale_cols,
                   scales_.data());
-      const float row_scale = w_.group.k == 0 ? scales_[0] : matrix_.tensor_scale.apply(1.0f);
+      const float row_scale = !finite(first + r) ? std::numeric_limits<float>::quiet_NaN()
+                              : w_.group.k == 0  ? scales_[0]
+                                                 : matrix_.tensor_scale.apply(1.0f);
       std::memcpy(panel + r * sizeof(float), &row_scale, sizeof(float));
       if (w_.group.k != 0 && (r == 0 || w_.group.n == 1)) pack_scales(r, panel);
       if (w_.zero_point.stored()) pack_zero_points(first + r, r, panel);
@@ -54,6 +58,19 @@ class PanelPacker {
   }
 
  private:
+  /// Whether row n is: one NaN makes all its outputs NaN, so that it need not be decoded. Inf does so as
+  /// well, but for e5m2 only, where checkpoints have none.
+  bool finite(std::int64_t n) const {
+    for (const float scale : scales_)
+      if (!std::isfinite(scale)) return false;
+    if (w_.value != formats::e4m3 && w_.value != formats::e5m2) return true;
+    const std::uint8_t least = w_.value == formats::e4m3 ? 0x7F : 0x7C;
+    const auto* codes = reinterpret_cast<const std::uint8_t*>(matrix_.values.data() + n * layout_.row_bytes);
+    bool all = true;
+    for (std::int64_t i = 0; i < layout_.row_bytes; ++i) all &= (codes[i] & 0x7F) < least;
+    return all;
+  }
+
   void pack_values(std::int64_t n, std::int64_t r, std::byte* panel) {
     std::memcpy(row_.data(), matrix_.values.data() + n * layout_.row_bytes, layout_.row_bytes);
     const std::byte* word = row_.data();
