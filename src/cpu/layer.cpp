@@ -24,6 +24,7 @@ LayerBuffers::LayerBuffers(const MoeSpec& spec, const PlanOptions& options, Work
   position = {layout.add<std::int32_t>("slot_positions", slots)};
   slot = {layout.add<std::int32_t>("sorted_slots", slots)};
   taken = {layout.add<std::int64_t>("taken_panels", 2)};
+  done = {layout.add<std::int64_t>("done_panels", experts + 1)};
   hidden = {layout.add<float>("hidden", tokens * hidden_k)};
   routed_mid = {layout.add<float>("routed_mid", slots * mid_k)};
   routed_out = {layout.add<float>("routed_out", slots * hidden_k)};
@@ -151,6 +152,7 @@ void LayerThread::sort_slots() {
     if (offsets[e] < offsets[e + 1]) active[used++] = e;
   if (used < spec_.experts) active[used] = -1;
   std::fill_n(b_.taken.at(base_), 2, 0);
+  std::fill_n(b_.done.at(base_), spec_.experts + 1, 0);
 }
 
 float LayerThread::batch_amax(const float* x, std::int64_t rows, std::int64_t k, std::int64_t stride) {
@@ -171,6 +173,7 @@ Job LayerThread::routed_job(int expert) const {
           .slot = static_in_ ? nullptr : b_.slot.at(base_) + first,
           .mid = b_.routed_mid.at(base_) + first * mid_k_,
           .out = b_.routed_out.at(base_) + first * hidden_k_,
+          .done = b_.done.at(base_) + e,
           .gate_bias = spec_.bias ? v.gate_bias.data() + e * i : nullptr,
           .up_bias = spec_.bias ? v.up_bias.data() + e * i : nullptr,
           .down_bias = spec_.bias ? v.down_bias.data() + e * h : nullptr};
@@ -184,6 +187,7 @@ Job LayerThread::shared_job() const {
           .slot = nullptr,
           .mid = b_.shared_mid.at(base_),
           .out = b_.shared_out.at(base_),
+          .done = b_.done.at(base_) + spec_.experts,
           .gate_bias = nullptr,
           .up_bias = nullptr,
           .down_bias = nullptr};

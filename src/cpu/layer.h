@@ -32,6 +32,7 @@ struct LayerBuffers {
   Buffer<std::int32_t> position;  // [S] slot -> position
   Buffer<std::int32_t> slot;      // [S] position -> slot
   Buffer<std::int64_t> taken;     // [2] panels that threads have taken: gate and up, down
+  Buffer<std::int64_t> done;      // [E + 1] panels of gate and up that are done, by expert; last: shared
   Buffer<float> hidden;           // [T, H]
   Buffer<float> routed_mid;       // [S, I] by position
   Buffer<float> routed_out;       // [S, H] by position
@@ -58,6 +59,7 @@ struct Job {
   const std::int32_t* slot;  // row i belongs to token slot[i] / top_k; nullptr: inputs are by row
   float* mid;                // [rows, I padded]
   float* out;                // [rows, H padded]
+  std::int64_t* done;        // panels of gate and up
   const float* gate_bias;    // [I], or nullptr; likewise
   const float* up_bias;
   const float* down_bias;  // [H]

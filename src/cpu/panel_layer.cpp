@@ -99,16 +99,23 @@ class PanelThread : LayerThread {
         panels_(panel_kernels(isa)),
         row_(b.row.at(base_) + thread_ * (b.k + 128)) {}
 
-  void run() {
+  /// Routing and the activations of the first multiply. Threads of a team share it; all of it is done when
+  /// all of them are back.
+  void prepare() {
     load_and_route();
 #pragma omp barrier
 #pragma omp single
     sort_slots();
     code_inputs();
 #pragma omp barrier
+  }
+
+  void run() {
     gate_up();
-    code_mid();
+    if (per_batch()) {  // needs all rows, before any of them
+      code_mid(batch_amax(b_.routed_mid.at(base_), slots_, spec_.intermediate, mid_k_));
 #pragma omp barrier
+    }
     down();
     combine();
   }
@@ -187,16 +194,19 @@ class PanelThread : LayerThread {
       code(in_.shared_in, {}, hidden + t * hidden_k_, spec_.hidden, t);
   }
 
-  void code_mid() {
-    const float* mid = b_.routed_mid.at(base_);
-    const float amax = per_batch() ? batch_amax(mid, slots_, spec_.intermediate, mid_k_) : 0;
+  void code_mid(float amax) {
 #pragma omp for schedule(static) nowait
-    for (std::int64_t row = 0; row < slots_; ++row)
-      code(in_.routed_mid_in, routed_range(true, row, amax), mid + row * mid_k_, spec_.intermediate, row);
-    if (shared_k_ == 0) return;
-#pragma omp for schedule(static) nowait
-    for (std::int64_t t = 0; t < tokens_; ++t)
-      code(in_.shared_mid_in, {}, b_.shared_mid.at(base_) + t * shared_k_, spec_.shared.intermediate, t);
+    for (std::int64_t row = 0; row < slots_; ++row) code_mid(row, amax);
+  }
+  void code_mid(std::int64_t row, float amax) {
+    code(in_.routed_mid_in, routed_range(true, row, amax), b_.routed_mid.at(base_) + row * mid_k_,
+         spec_.intermediate, row);
+  }
+  /// The intermediate rows of a job whose panels are all done.
+  void code_mid(const Job& job) {
+    for (std::int64_t i = 0; i < job.rows && job.routed && !per_batch(); ++i) code_mid(job.first + i, 0);
+    for (std::int64_t t = 0; t < job.rows && !job.routed; ++t)
+      code(in_.shared_mid_in, {}, job.mid + t * shared_k_, spec_.shared.intermediate, t);
   }
 
   PanelMultiply kernel(const PackedMatrix& m, const InputRows& rows) const {
@@ -209,6 +219,11 @@ class PanelThread : LayerThread {
                    const std::int64_t most = in_.gather != 0 && job.slot != nullptr ? in_.gather : job.rows;
                    for (std::int64_t token = 0; token < job.rows; token += most)
                      gate_up(job, token, std::min(token + most, job.rows), begin, end);
+                   // Who does the last panels of an expert rounds its rows.
+                   const std::atomic_ref<std::int64_t> done(*job.done);
+                   const std::int64_t all = panels(job.ffn->gate.n);
+                   if (done.fetch_add(end - begin, std::memory_order_acq_rel) + end - begin == all)
+                     code_mid(job);
                  });
   }
 
@@ -330,8 +345,16 @@ void panel_workspace(Isa isa, const MoeSpec& spec, const PlanOptions& options, W
 void panel_layer(Isa isa, const MoeCall& call) {
   WorkspaceLayout layout(call.options.debug_workspace);
   const PanelBuffers buffers(isa, call.spec, call.options, layout);
+  // With few tokens, threads would wait for each other longer than one of them works.
+  const bool routed = call.inputs.topk_ids != nullptr || call.inputs.router_logits != nullptr;
+  const bool few = call.inputs.hidden.rows <= (routed ? 16 : 2);
+  if (few) PanelThread(isa, call, buffers).prepare();
 #pragma omp parallel num_threads(call.options.threads)
-  PanelThread(isa, call, buffers).run();
+  {
+    PanelThread thread(isa, call, buffers);
+    if (!few) thread.prepare();
+    thread.run();
+  }
 }
 
 }  // namespace gatefold
