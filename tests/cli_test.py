@@ -365,6 +365,24 @@ class CliTest(unittest.TestCase):
             self.assertAlmostEqual(row["read_ratio"], row["gb_per_s"] / row["read_gb_per_s"], places=6)
             self.assertGreater(min(row["weight_bytes"], row["gb_per_s"], row["gflop_per_s"]), 0)
 
+    def test_tune(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "cache" / "tuning.json"
+            shape = ["--shape", "256,128,16,4", "--scheme", "mxfp4", "--tokens", "1"]
+            tuned = tool_json("tune", *shape, "--seconds", "0.001", "--weight-bytes", "1MB", "-o", file)["rows"]
+            self.assertEqual([(r["scheme"], r["tokens"]) for r in tuned], [("mxfp4", 1)])
+            bench = ["bench", *shape, "--seconds", "0.001", "--weight-bytes", "1MB"]
+            for text, complaint in ((None, ""), ("{", "tuning.json"), (json.dumps({"gatefold_tuning": 1, "entries": [
+                    {**json.loads(file.read_text())["entries"][0], "cpu": "another"}]}), "nothing for this CPU")):
+                if text is not None:
+                    file.write_text(text)
+                done = subprocess.run([TOOL, *bench], capture_output=True, text=True, check=True,
+                                      env={**os.environ, "GATEFOLD_TUNING": str(file)})
+                self.assertEqual(len(done.stderr.splitlines()), 1 if complaint else 0, done.stderr)
+                self.assertIn(complaint, done.stderr)
+            failed = tool("tune", *shape, "-o", file.parent, code=1)
+            self.assertIn(file.parent.name, failed.stderr.decode())
+
     def complete(self, *words):
         """What bash offers for the last of these words."""
         script = tool("completion", "bash").stdout.decode()

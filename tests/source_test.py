@@ -21,7 +21,7 @@ LAYERS = {
 # What may be used in some places only.
 ONLY = {
     r"\bgetenv\b": r"src/format/options\.cpp|tests/",
-    r"nlohmann": r"src/checkpoint/|tools/|tests/",
+    r"nlohmann": r"src/checkpoint/|src/moe/tuning_file\.cpp|tools/|tests/",
     r"immintrin\.h|\b_mm\d*_|\b__m\d{3}": r"src/cpu/|.*\.isa\.cpp",
     r"cblas": r"src/model/|tests/",
     r"\b(abort|exit)\(|\b(printf|cout|cerr)\b|fmt::print": r"tools/|tests/|examples/|benchmarks/",

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "tools/cli.h"
+#include "tools/shape.h"
 
 namespace gatefold::cli {
 namespace {
@@ -65,21 +66,6 @@ Status run(const BenchOptions& options, Json* json) {
   return {};
 }
 
-std::string preset_names() {
-  std::string names;
-  for (const BenchShape& preset : bench_presets()) names += (names.empty() ? "" : ",") + preset.name;
-  return names;
-}
-
-std::string choose_preset(const std::string& name, BenchShape& shape) {
-  for (const BenchShape& preset : bench_presets())
-    if (preset.name == name) {
-      shape = preset;
-      return {};
-    }
-  return fmt::format("{} is none of {}", name, preset_names());
-}
-
 }  // namespace
 
 void add_bench(Cli& cli) {
@@ -89,23 +75,7 @@ void add_bench(Cli& cli) {
         options->threads = cli.threads();
         return run(*options, json);
       });
-  auto* shape = command->add_option_group("shape", "One of")->require_option(1);
-  shape->add_option("--model", "The layers of a published model")
-      ->check(
-          CLI::Validator([options](const std::string& name) { return choose_preset(name, options->shape); },
-                         "{" + preset_names() + "}"))
-      ->type_name("");
-  shape
-      ->add_option_function<std::vector<int>>(
-          "--shape",
-          [options](const std::vector<int>& sizes) {
-            options->shape = {"custom", sizes[0], sizes[1], sizes[2], sizes[3]};
-          },
-          "Hidden size, expert width, experts, experts per token")
-      ->delimiter(',')
-      ->expected(4)
-      ->check(CLI::PositiveNumber)
-      ->type_name("H,I,E,K");
+  add_shape(command, options->shape);
   command->add_option("--scheme", "Comma-separated")
       ->required()
       ->check([options](const std::string& list) { return parse_schemes(list, options->schemes); })

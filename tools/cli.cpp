@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "format/isa.h"
+#include "gatefold/tune.h"
 
 namespace gatefold::cli {
 namespace {
@@ -75,6 +76,8 @@ int Cli::run(int argc, char** argv) {
   if (threads_ > 0) omp_set_num_threads(threads_);
   Json json;
   const Status status = action_(json_ ? &json : nullptr);
+  if (const std::string warning = tuning_warning(); !warning.empty())
+    fmt::print(stderr, "gatefold: {}\n", warning);
   if (!status.ok()) {
     fmt::print(stderr, "gatefold: {}\n", status.message());
     json = {{"error", {{"code", code_name(status.code())}, {"message", status.message()}}}};

@@ -49,6 +49,7 @@ void add_eval(Cli& cli);
 void add_generate(Cli& cli);
 void add_compare(Cli& cli);
 void add_bench(Cli& cli);
+void add_tune(Cli& cli);
 void add_completion(Cli& cli);
 
 /// Options that several subcommands have.

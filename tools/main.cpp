@@ -13,6 +13,7 @@ int main(int argc, char** argv) try {
   gatefold::cli::add_generate(cli);
   gatefold::cli::add_compare(cli);
   gatefold::cli::add_bench(cli);
+  gatefold::cli::add_tune(cli);
   gatefold::cli::add_completion(cli);
   return cli.run(argc, argv);
 } catch (const std::exception& error) {  // out of memory, or stdout cannot be written

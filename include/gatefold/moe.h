@@ -56,13 +56,22 @@ struct LayerVectors {
   std::vector<float> gate_bias, up_bias, down_bias;  ///< [E, I], [E, I], [E, H]
 };
 
+/// What a CPU plan may choose freely: the results have the same bits whatever it is.
+struct CpuTuning {
+  int prefetch =
+      -1;         ///< how many bytes ahead weights are prefetched for one or two tokens; -1: by CPU vendor
+  int split = 2;  ///< a thread takes 1 / (split * threads) of the work that is left
+  int serial_tokens = 16;  ///< up to that many tokens are routed and rounded by one thread
+};
+
 struct PlanOptions {
   int max_tokens = 512;
   int threads = 0;  ///< 0: OpenMP's default at creation
   Precision precision = Precision::native;
   bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
   bool debug_workspace = false;  ///< canaries around every buffer, poison before each run, checks after
-  std::string kernel = {};       ///< only kernels whose name contains this; empty: the best
+  std::optional<CpuTuning> tuning = {};  ///< none: what tune() found for this shape, else defaults
+  std::string kernel = {};               ///< only kernels whose name contains this; empty: the best
 };
 
 /// The weights of one layer, packed for one device: records scheme, packed layout and spec. Immutable after

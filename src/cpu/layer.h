@@ -117,7 +117,7 @@ class LayerThread {
     const std::atomic_ref<std::int64_t> next(taken);
     for (std::int64_t begin = next.load(std::memory_order_relaxed); begin < total;) {
       // Even, as kernels take two panels at once.
-      const std::int64_t share = (total - begin) / (2 * call_.options.threads) / 2 * 2;
+      const std::int64_t share = (total - begin) / (call_.tuning.split * call_.options.threads) / 2 * 2;
       const std::int64_t end = std::min(begin + std::max<std::int64_t>(2, share), total);
       if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
       for (std::int64_t panel = begin; panel < end;) {

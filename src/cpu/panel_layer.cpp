@@ -213,6 +213,12 @@ class PanelThread : LayerThread {
     return panels_.find(m.scheme, rows.form, rows.scale, m.scale_format != scheme(m.scheme).weight.scale);
   }
 
+  PanelShape tuned_shape(const PackedMatrix& m) const {
+    PanelShape shape = shape_of(m);
+    if (call_.tuning.prefetch >= 0) shape.prefetch = call_.tuning.prefetch;
+    return shape;
+  }
+
   void gate_up() {
     for_each_run(b_.taken.at(base_)[0], spec_.intermediate, spec_.shared.intermediate,
                  [&](const Job& job, std::int64_t begin, std::int64_t end) {
@@ -244,7 +250,7 @@ class PanelThread : LayerThread {
                     gathered + (i - from) * inputs.row_bytes);
 
     const PackedMatrix &gate = job.ffn->gate, &up = job.ffn->up;
-    const PanelShape gate_shape = shape_of(gate), up_shape = shape_of(up);
+    const PanelShape gate_shape = tuned_shape(gate), up_shape = tuned_shape(up);
     const PanelMultiply gate_kernel = kernel(gate, inputs), up_kernel = kernel(up, inputs);
     const auto apart = static_cast<std::int64_t>(gate_shape.panel_bytes),
                pair = apart + static_cast<std::int64_t>(up_shape.panel_bytes);
@@ -292,7 +298,7 @@ class PanelThread : LayerThread {
     const auto run = [&](const Job& job, std::int64_t begin, std::int64_t end) {
       const PackedMatrix& matrix = job.ffn->down;
       const InputRows& inputs = job.routed ? in_.routed_mid_in : in_.shared_mid_in;
-      const PanelShape shape = shape_of(matrix);
+      const PanelShape shape = tuned_shape(matrix);
       const PanelMultiply multiply = kernel(matrix, inputs);
       const auto apart = static_cast<std::int64_t>(shape.panel_bytes);
       for (std::int64_t panel = begin; panel < end; panel += 2) {
@@ -347,7 +353,7 @@ void panel_layer(Isa isa, const MoeCall& call) {
   const PanelBuffers buffers(isa, call.spec, call.options, layout);
   // With few tokens, threads would wait for each other longer than one of them works.
   const bool routed = call.inputs.topk_ids != nullptr || call.inputs.router_logits != nullptr;
-  const bool few = call.inputs.hidden.rows <= (routed ? 16 : 2);
+  const bool few = call.inputs.hidden.rows <= (routed ? call.tuning.serial_tokens : 2);
   if (few) PanelThread(isa, call, buffers).prepare();
 #pragma omp parallel num_threads(call.options.threads)
   {

@@ -79,6 +79,18 @@ std::string_view missing(Isa isa) {
   return {};
 }
 
+const std::string& cpu_name() {
+  static const std::string name = [] {
+    unsigned words[12] = {};
+    for (unsigned i = 0; i < 3; ++i)
+      __get_cpuid(0x80000002 + i, &words[4 * i], &words[4 * i + 1], &words[4 * i + 2], &words[4 * i + 3]);
+    std::string text(reinterpret_cast<const char*>(words), sizeof(words));
+    text.resize(text.find_last_not_of(std::string(" \0", 2)) + 1);
+    return text;
+  }();
+  return name;
+}
+
 Isa best_isa() {
   static const Isa best = [] {
     const std::string wanted = cpu_override();

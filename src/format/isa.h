@@ -5,6 +5,7 @@
 /// gatefold::GATEFOLD_ISA` or unnamed, so that no function compiled for a newer CPU can be picked by the
 /// linker for an older one (a test checks that such objects define no weak symbols).
 
+#include <string>
 #include <string_view>
 
 namespace gatefold {
@@ -22,6 +23,9 @@ constexpr Isa base(Isa isa) {
 }
 
 std::string_view name(Isa isa);
+
+/// As the CPU calls itself: "AMD EPYC 9R14".
+const std::string& cpu_name();
 
 /// Empty if this CPU and operating system can run it, else what is missing ("no avx512bw").
 std::string_view missing(Isa isa);

@@ -6,7 +6,10 @@
 
 namespace gatefold {
 
-/// GATEFOLD_CPU=portable|avx2|avx512: run the kernels of that instruction set, if the CPU has it.
+/// GATEFOLD_CPU=portable|avx2|...: run the kernels of that instruction set, if the CPU has it.
 std::string cpu_override();
+
+/// GATEFOLD_TUNING, else gatefold/tuning.json in XDG_CACHE_HOME or ~/.cache; empty if there is no home.
+std::string tuning_path();
 
 }  // namespace gatefold

@@ -15,6 +15,7 @@ namespace gatefold {
 struct MoeCall {
   const MoeSpec& spec;
   const PlanOptions& options;
+  const CpuTuning& tuning;
   const ExpertWeights::State& weights;
   const MoeInputs& inputs;
   const MoeOutputs& outputs;

@@ -2,6 +2,7 @@
 #include <omp.h>
 
 #include "moe/kernel.h"
+#include "moe/tuning_file.h"
 
 namespace gatefold {
 
@@ -10,6 +11,7 @@ struct MoePlan::State {
   PlanOptions options;
   Device device;
   const KernelInfo* kernel = nullptr;
+  CpuTuning tuning[kTokenClasses];
   WorkspaceLayout layout;
   std::vector<std::string> refused;  ///< the other kernels, and why they do not run
 };
@@ -56,6 +58,11 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
   if (state->kernel == nullptr)
     return Status(Code::unsupported, fmt::format("no kernel for {}: {}", scheme(spec.scheme).name,
                                                  fmt::join(state->refused, "; ")));
+  for (int tokens = 0; tokens < kTokenClasses; ++tokens) {
+    const CpuTuning* tuned =
+        TuningFile::installed().find(TuningFile::key(spec, state->options.threads, tokens));
+    state->tuning[tokens] = options.tuning ? *options.tuning : tuned != nullptr ? *tuned : CpuTuning{};
+  }
   state->layout = WorkspaceLayout(options.debug_workspace);
   state->kernel->workspace(spec, state->options, state->layout);
   return MoePlan(std::move(state));
@@ -129,7 +136,8 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
 
   std::byte* base = WorkspaceLayout::align(workspace.data());
   if (plan.options.debug_workspace) plan.layout.poison(base);
-  plan.kernel->launch({plan.spec, plan.options, state, inputs, outputs, base});
+  plan.kernel->launch(
+      {plan.spec, plan.options, plan.tuning[token_class(inputs.hidden.rows)], state, inputs, outputs, base});
   if (plan.options.debug_workspace)
     if (const auto* region = plan.layout.damaged(base))
       return {Code::internal, fmt::format("{} wrote outside its workspace, near buffer '{}' ({} bytes at {})",
@@ -154,6 +162,13 @@ std::string MoePlan::describe() const {
                         scheme(spec.shared.scheme).name, spec.shared.gated ? ", gated" : "");
   text += fmt::format("kernel {}\n", plan.kernel->name);
   for (const std::string& why : plan.refused) text += fmt::format("  not {}\n", why);
+  constexpr const char* counts[kTokenClasses] = {"1-2 tokens", "3-16 tokens", "more tokens"};
+  for (int tokens = 0; tokens < kTokenClasses; ++tokens)
+    text += fmt::format(
+        "{}: prefetch {}, split {}, up to {} prepared by one thread\n", counts[tokens],
+        plan.tuning[tokens].prefetch < 0 ? "by CPU" : fmt::to_string(plan.tuning[tokens].prefetch),
+        plan.tuning[tokens].split, plan.tuning[tokens].serial_tokens);
+  if (const std::string& warning = TuningFile::installed().warning; !warning.empty()) text += warning + "\n";
   text += fmt::format("workspace {} bytes\n", plan.layout.bytes());
   for (const auto& region : plan.layout.regions())
     text += fmt::format("  {:<20} {}\n", region.name, region.bytes);

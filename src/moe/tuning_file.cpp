@@ -1,0 +1,151 @@
+#include "moe/tuning_file.h"
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <fstream>
+#include <sstream>
+
+#include "checkpoint/json.h"
+#include "format/isa.h"
+#include "format/options.h"
+
+namespace gatefold {
+namespace {
+
+constexpr int kVersion = 1;
+constexpr int kMostPrefetch = 1 << 20, kMostSplit = 64, kMostSerial = 1 << 12;
+
+using nlohmann::json;
+
+bool get(const json& object, const char* name, int least, int most, int& value) {
+  const auto found = object.find(name);
+  if (found == object.end() || !found->is_number_integer()) return false;
+  const auto number = found->get<std::int64_t>();
+  value = static_cast<int>(number);
+  return number >= least && number <= most;
+}
+bool get(const json& object, const char* name, std::string& value) {
+  const auto found = object.find(name);
+  if (found == object.end() || !found->is_string()) return false;
+  value = found->get<std::string>();
+  return true;
+}
+
+bool parse_entry(const json& entry, TuningFile::Key& key, CpuTuning& tuning) {
+  constexpr int most = 1 << 30;
+  if (!entry.is_object()) return false;
+  auto& [cpu, scheme, threads, hidden, intermediate, experts, top_k, tokens] = key;
+  return get(entry, "cpu", cpu) && get(entry, "scheme", scheme) && get(entry, "threads", 1, most, threads) &&
+         get(entry, "hidden", 1, most, hidden) && get(entry, "intermediate", 1, most, intermediate) &&
+         get(entry, "experts", 1, most, experts) && get(entry, "top_k", 1, most, top_k) &&
+         get(entry, "token_class", 0, kTokenClasses - 1, tokens) &&
+         get(entry, "prefetch", -1, kMostPrefetch, tuning.prefetch) &&
+         get(entry, "split", 1, kMostSplit, tuning.split) &&
+         get(entry, "serial_tokens", 0, kMostSerial, tuning.serial_tokens);
+}
+
+}  // namespace
+
+TuningFile::Key TuningFile::key(const MoeSpec& spec, int threads, int token_class) {
+  return {cpu_name(),        std::string(scheme(spec.scheme).name),
+          threads,           spec.hidden,
+          spec.intermediate, spec.experts,
+          spec.top_k,        token_class};
+}
+
+Result<TuningFile> TuningFile::read(const std::filesystem::path& path) {
+  std::error_code error;
+  if (!std::filesystem::exists(path, error)) return TuningFile{};
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (!file) return Status(Code::io_error, fmt::format("{}: cannot be read", path.string()));
+  const Result<json> root = parse_json(text.str(), path.string());
+  if (!root) return root.status();
+  int version = 0;
+  if (!root->is_object() || !get(*root, "gatefold_tuning", 0, 1 << 30, version) || version != kVersion ||
+      !root->contains("entries") || !root->at("entries").is_array())
+    return Status(Code::bad_file,
+                  fmt::format("{}: is not a tuning file of version {}", path.string(), kVersion));
+  TuningFile result;
+  for (const json& entry : root->at("entries")) {
+    Key key;
+    CpuTuning tuning;
+    if (!parse_entry(entry, key, tuning))
+      return Status(Code::bad_file, fmt::format("{}: entry {} is not complete or out of range", path.string(),
+                                                result.entries_.size()));
+    result.entries_[key] = tuning;
+  }
+  return result;
+}
+
+Status TuningFile::write(const std::filesystem::path& path) const {
+  json entries = json::array();
+  for (const auto& [key, tuning] : entries_) {
+    const auto& [cpu, scheme, threads, hidden, intermediate, experts, top_k, tokens] = key;
+    entries.push_back({{"cpu", cpu},
+                       {"scheme", scheme},
+                       {"threads", threads},
+                       {"hidden", hidden},
+                       {"intermediate", intermediate},
+                       {"experts", experts},
+                       {"top_k", top_k},
+                       {"token_class", tokens},
+                       {"prefetch", tuning.prefetch},
+                       {"split", tuning.split},
+                       {"serial_tokens", tuning.serial_tokens}});
+  }
+  std::error_code error;
+  if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
+  const std::filesystem::path temporary = path.string() + ".new";
+  {
+    std::ofstream file(temporary);
+    file << json{{"gatefold_tuning", kVersion}, {"entries", entries}}.dump(1) << "\n";
+    file.flush();
+    if (!file) {
+      std::filesystem::remove(temporary, error);
+      return {Code::io_error, fmt::format("{}: cannot be written", path.string())};
+    }
+  }
+  std::filesystem::rename(temporary, path, error);
+  if (!error) return {};
+  const std::string why = error.message();
+  std::filesystem::remove(temporary, error);
+  return {Code::io_error, fmt::format("{}: cannot be written: {}", path.string(), why)};
+}
+
+const CpuTuning* TuningFile::find(const Key& key) const {
+  const auto found = entries_.find(key);
+  return found == entries_.end() ? nullptr : &found->second;
+}
+
+namespace {
+std::atomic<bool> installed_was_read{false};
+}
+
+bool TuningFile::was_read() {
+  return installed_was_read;
+}
+
+const TuningFile& TuningFile::installed() {
+  static const TuningFile file = [] {
+    installed_was_read = true;
+    const std::string path = tuning_path();
+    if (path.empty()) return TuningFile{};
+    Result<TuningFile> read = TuningFile::read(path);
+    if (!read) {
+      TuningFile none;
+      none.warning = "tuning is ignored: " + read.status().message();
+      return none;
+    }
+    bool mine = read->entries_.empty();
+    for (const auto& [key, tuning] : read->entries_) mine |= std::get<0>(key) == cpu_name();
+    if (!mine)
+      read->warning = fmt::format("tuning is ignored: {} has nothing for this CPU, {}", path, cpu_name());
+    return std::move(*read);
+  }();
+  return file;
+}
+
+}  // namespace gatefold
