@@ -314,6 +314,7 @@ class CliTest(unittest.TestCase):
         self.assertNotEqual(output.read_bytes(), quantized)
         described = tool(*run, "--force", "--describe", "--backend", "portable").stderr.decode()
         self.assertIn("cpu.portable.bf16", described)
+        self.assertRegex(described, r"weights: \d+ bytes as panels, \d+ % in 2 MiB pages")
         self.assertIn("sparc", tool(*run, "--force", "--backend", "sparc", code=1).stderr.decode())
         self.assertIn("4", tool(*run[:3], 4, *run[4:], "--force", code=1).stderr.decode())
         portable = tool_json(*run, "--force", "--cpu", "portable")

@@ -72,7 +72,7 @@ Status run(Options options, Json* json) {
   options.plan.max_tokens = static_cast<int>(std::max<std::int64_t>(input->tokens, 1));
   const auto plan = MoePlan::create(spec, options.plan);
   if (!plan) return plan.status();
-  if (options.describe) fmt::print(stderr, "{}\n", plan->describe());
+  if (options.describe) fmt::print(stderr, "{}{}\n", plan->describe(), experts->describe());
 
   const auto tokens = static_cast<std::size_t>(input->tokens);
   std::vector<float> output(tokens * static_cast<std::size_t>(spec.hidden));

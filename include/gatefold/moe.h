@@ -90,6 +90,8 @@ class ExpertWeights {
   const Device& device() const;
   std::size_t packed_bytes() const;         ///< of the routed experts
   std::size_t packed_expert_bytes() const;  ///< of one routed expert
+  /// Layout and size of the packed weights, and how much of them lies in 2 MiB pages.
+  std::string describe() const;
 
   struct State;
   const State& state() const { return *state_; }

@@ -3,6 +3,9 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <string>
 #include <utility>
 
 namespace gatefold {
@@ -21,6 +24,25 @@ Arena::Arena(std::size_t bytes) : bytes_(bytes) {
   const auto begin = (reinterpret_cast<std::uintptr_t>(mapping_) + page - 1) / page * page;
   data_ = reinterpret_cast<std::byte*>(begin);
   if (bytes >= page) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: small pages do as well
+}
+
+double Arena::large_pages() const {
+  std::ifstream maps("/proc/self/smaps");
+  const auto at = reinterpret_cast<std::uintptr_t>(data_);
+  bool inside = false;
+  double resident = 0;
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long begin = 0, end = 0, kilobytes = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) {
+      if (inside) break;
+      inside = begin <= at && at < end;
+    } else if (inside && std::sscanf(line.c_str(), "Rss: %lu kB", &kilobytes) == 1) {
+      resident = static_cast<double>(kilobytes);
+    } else if (inside && std::sscanf(line.c_str(), "AnonHugePages: %lu kB", &kilobytes) == 1) {
+      return resident > 0 ? static_cast<double>(kilobytes) / resident : 0;
+    }
+  }
+  return 0;
 }
 
 Arena::~Arena() {

@@ -18,6 +18,8 @@ class Arena {
 
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
+  /// The share that lies in large pages, 0 to 1: of the system's mapping that this memory belongs to.
+  double large_pages() const;
 
  private:
   void* mapping_ = nullptr;

@@ -50,6 +50,7 @@ Result<std::vector<double>> measure(SyntheticCalls& calls, const MoeSpec& spec, 
       times[i].push_back(*time);
     }
   std::vector<double> medians;
+  medians.reserve(times.size());
   for (std::vector<double>& each : times) medians.push_back(median(std::move(each)));
   return medians;
 }
@@ -61,6 +62,7 @@ Result<TuneRow> tune_row(const SyntheticLayers& layers, int tokens, int threads,
   TuneRow row{.scheme = scheme(layers.spec.scheme).name, .tokens = tokens};
   for (const Choice& choice : choices()) {
     std::vector<CpuTuning> candidates = {row.best};
+    candidates.reserve(choice.values.size() + 1);
     for (const int value : choice.values)
       if (value != row.best.*choice.field) {
         candidates.push_back(row.best);

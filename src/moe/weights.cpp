@@ -180,6 +180,10 @@ const Device& ExpertWeights::device() const {
   return state_->device;
 }
 
+std::string ExpertWeights::describe() const {
+  return fmt::format("weights: {} bytes as {}, {:.0f} % in 2 MiB pages\n", state_->arena.bytes(),
+                     state_->layout->name, 100 * state_->arena.large_pages());
+}
 std::size_t ExpertWeights::packed_expert_bytes() const {
   return state_->expert_bytes;
 }
