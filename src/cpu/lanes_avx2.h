@@ -60,6 +60,9 @@ Ints shift_left(Ints a) {
 inline Rows to_float(Ints a) {
   return both<Rows>([&](int h) { return _mm256_cvtepi32_ps(a.v[h]); });
 }
+inline Ints as_ints(Rows a) {
+  return both<Ints>([&](int h) { return _mm256_castps_si256(a.v[h]); });
+}
 inline Rows as_float(Ints a) {
   return both<Rows>([&](int h) { return _mm256_castsi256_ps(a.v[h]); });
 }

@@ -53,6 +53,9 @@ Ints shift_left(Ints a) {
 inline Rows to_float(Ints a) {
   return {_mm512_cvtepi32_ps(a.v)};
 }
+inline Ints as_ints(Rows a) {
+  return {_mm512_castps_si512(a.v)};
+}
 inline Rows as_float(Ints a) {
   return {_mm512_castsi512_ps(a.v)};
 }

@@ -61,6 +61,9 @@ Ints shift_left(Ints a) {
 inline Rows to_float(Ints a) {
   return each<Rows>([&](int r) { return static_cast<float>(a.v[r]); });
 }
+inline Ints as_ints(Rows a) {
+  return each<Ints>([&](int r) { return std::bit_cast<std::int32_t>(a.v[r]); });
+}
 inline Rows as_float(Ints a) {
   return each<Rows>([&](int r) { return std::bit_cast<float>(a.v[r]); });
 }

@@ -22,12 +22,14 @@ void stream(const PanelShape& shape, const std::byte* panel, const PanelInput* i
                                                  : static_cast<std::int64_t>(shape.value_bytes) / V::kBytes;
   const std::int64_t chunk_blocks = K::kChunk / shape.block;
   Blocks blocks(shape, panel);
-  Rows totals[M];
-  for (Rows& total : totals) total = rows(0);
+  typename K::Total totals[M];
+  for (int m = 0; m < M; ++m) totals[m] = K::first_total(inputs[m], shape.blocks);
   std::int64_t at = 0;  // of the activations
   for (std::int64_t b = 0, chunk = 0; b < shape.blocks; ++chunk) {
-    Rows parts[M];
-    for (int m = 0; m < M; ++m) parts[m] = K::kInput == InputScale::chunk ? rows(0) : totals[m];
+    typename K::Total parts[M];
+    for (int m = 0; m < M; ++m) parts[m] = totals[m];
+    if constexpr (K::kInput == InputScale::chunk)
+      for (Rows& part : parts) part = rows(0);
     for (const std::int64_t end = std::min(b + chunk_blocks, shape.blocks); b < end; ++b) {
       blocks.enter(shape);
       typename K::Sum sums[M][K::kLimbs][chains];
@@ -35,7 +37,7 @@ void stream(const PanelShape& shape, const std::byte* panel, const PanelInput* i
         for (int l = 0; l < K::kLimbs; ++l)
           for (int c = 0; c < chains; ++c) sums[m][l][c] = K::zero();
       if constexpr (K::kBytes)
-        for (int m = 0; m < M; ++m) sums[m][K::kLimbs - 1][0] = ints(inputs[m].starts[b]);
+        for (int m = 0; m < M; ++m) sums[m][K::kLimbs - 1][0] = K::start(inputs[m], b);
       for (std::int64_t i = 0; i < steps; ++i) {
         for (int line = 0; line < V::kBytes; line += 64)
           __builtin_prefetch(blocks.next + line + shape.prefetch);
@@ -56,18 +58,20 @@ void stream(const PanelShape& shape, const std::byte* panel, const PanelInput* i
         typename K::Sum limbs[K::kLimbs];
         for (int l = 0; l < K::kLimbs; ++l)
           limbs[l] = chains == 2 ? sums[m][l][0] + sums[m][l][1] : sums[m][l][0];
-        Rows sum;
-        if constexpr (!K::kBytes)
+        typename K::Total sum;
+        if constexpr (!K::kBytes || K::kIntegers)
           sum = limbs[0];
         else
           sum = to_float(K::kLimbs == 2 ? shift_left<8>(limbs[0]) + limbs[1] : limbs[0]);
         parts[m] = K::add_block(parts[m], sum, scales, zeros, inputs[m], b);
       }
     }
-    for (int m = 0; m < M; ++m)
-      totals[m] = K::kInput == InputScale::chunk
-                      ? multiply_add(parts[m], rows(inputs[m].scales[chunk]), totals[m])
-                      : parts[m];
+    for (int m = 0; m < M; ++m) {
+      if constexpr (K::kInput == InputScale::chunk)
+        totals[m] = multiply_add(parts[m], rows(inputs[m].scales[chunk]), totals[m]);
+      else
+        totals[m] = parts[m];
+    }
   }
   for (int m = 0; m < M; ++m) K::store(shape, panel, inputs[m], totals[m], out + m * stride);
 }
@@ -85,7 +89,9 @@ template <class K>
 void by_chunks(const PanelShape& shape, const std::byte* first, std::int64_t apart, const PanelInput* inputs,
                std::int64_t tokens, float* out, std::int64_t stride, std::int64_t out_apart) {
   alignas(64) float totals[kPanelTokens][kPanels][kPanelRows];
-  std::fill_n(totals[0][0], tokens * kPanels * kPanelRows, 0.0f);
+  for (std::int64_t t = 0; t < tokens; ++t)
+    for (float* total : {totals[t][0], totals[t][kPanels - 1]})
+      store_total(total, K::first_total(inputs[t], shape.blocks));
   Blocks panels[kPanels];
   for (int p = 0; p < kPanels; ++p) panels[p] = Blocks(shape, first + p * apart);
   using A = typename K::A;
@@ -127,7 +133,7 @@ void by_chunks(const PanelShape& shape, const std::byte* first, std::int64_t apa
   }
   for (int p = 0; p < kPanels; ++p)
     for (std::int64_t t = 0; t < tokens; ++t)
-      K::store(shape, first + p * apart, inputs[t], load_rows(totals[t][p]),
+      K::store(shape, first + p * apart, inputs[t], load_total<A>(totals[t][p]),
                out + t * stride + p * out_apart);
 }
 

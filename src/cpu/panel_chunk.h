@@ -96,26 +96,43 @@ struct BlockSums {
     }
     if constexpr (A::kBytes)
       for (auto& panel : at)
-        for (int m = 0; m < M; ++m) panel[m][0] = panel[m][0] + ints(inputs[m].starts[b]);
+        for (int m = 0; m < M; ++m) panel[m][0] = panel[m][0] + A::start(inputs[m], b);
   }
 
-  Rows sum(int p, int m) const {
-    if constexpr (A::kBytes)
+  typename A::Total sum(int p, int m) const {
+    if constexpr (A::kIntegers)
+      return at[p][m][0];
+    else if constexpr (A::kBytes)
       return to_float(at[p][m][0]);
     else
       return at[p][m][0] + at[p][m][1];
   }
 };
 
+/// Totals lie in memory as they are: f32, or integers in their place.
+inline void store_total(float* p, Rows total) {
+  store_rows(p, total);
+}
+inline void store_total(float* p, Ints total) {
+  store_rows(p, as_float(total));
+}
+template <class A>
+typename A::Total load_total(const float* p) {
+  if constexpr (A::kIntegers)
+    return as_ints(load_rows(p));
+  else
+    return load_rows(p);
+}
+
 /// totals [M][kPanels][16] += a chunk, whose first block is b, times M tokens.
 template <class A, int M>
 void multiply_chunk(const Chunk<A>& chunk, const PanelInput* inputs, std::int64_t b, std::int64_t number,
                     float* totals) {
-  Rows parts[kPanels][M];
+  typename A::Total parts[kPanels][M];
   const auto total = [&](int p, int m) { return totals + (m * kPanels + p) * kPanelRows; };
   for (int p = 0; p < kPanels; ++p)
     for (int m = 0; m < M; ++m)
-      parts[p][m] = A::kInput == InputScale::chunk ? rows(0) : load_rows(total(p, m));
+      parts[p][m] = A::kInput == InputScale::chunk ? A::zero_total() : load_total<A>(total(p, m));
   for (std::int64_t i = 0; i < chunk.blocks; ++i) {
     const BlockSums<A, M> sums(chunk, i, inputs, b + i);
     for (int p = 0; p < kPanels; ++p) {
@@ -126,11 +143,11 @@ void multiply_chunk(const Chunk<A>& chunk, const PanelInput* inputs, std::int64_
     }
   }
   for (int p = 0; p < kPanels; ++p)
-    for (int m = 0; m < M; ++m)
-      store_rows(total(p, m),
-                 A::kInput == InputScale::chunk
-                     ? multiply_add(parts[p][m], rows(inputs[m].scales[number]), load_rows(total(p, m)))
-                     : parts[p][m]);
+    for (int m = 0; m < M; ++m) {
+      if constexpr (A::kInput == InputScale::chunk)
+        parts[p][m] = multiply_add(parts[p][m], rows(inputs[m].scales[number]), load_rows(total(p, m)));
+      store_total(total(p, m), parts[p][m]);
+    }
 }
 
 }  // namespace

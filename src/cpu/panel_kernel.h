@@ -31,6 +31,12 @@ struct Arithmetic {
   static constexpr std::int64_t kChunk = kBytes || kTiles ? kPanelChunk : kPanelChunk / 2;  // columns
   using Unit = std::conditional_t<kForm == PanelForm::floats, Rows, Codes>;
   using Sum = std::conditional_t<kBytes, Ints, Rows>;
+  /// Sums that nothing scales run through the row: of bytes as integers, which start with starts of all
+  /// blocks.
+  static constexpr bool kPlain =
+      !kScaled && !kZeroPoints && kInput == InputScale::none && kForm != PanelForm::limbs2;
+  static constexpr bool kIntegers = kPlain && kBytes;
+  using Total = std::conditional_t<kIntegers, Ints, Rows>;
 
   static Sum zero() {
     if constexpr (kBytes)
@@ -50,7 +56,29 @@ struct Arithmetic {
       return multiply_add(unit, rows(std::bit_cast<float>(x)), sum);
   }
 
+  static Total zero_total() {
+    if constexpr (kIntegers)
+      return ints(0);
+    else
+      return rows(0);
+  }
+  static Total first_total(const PanelInput& in, std::int64_t blocks) {
+    if constexpr (kIntegers) {
+      std::int32_t sum = 0;
+      for (std::int64_t b = 0; b < blocks; ++b) sum += in.starts[b];
+      return ints(sum);
+    } else {
+      return rows(0);
+    }
+  }
+  static Ints start(const PanelInput& in, std::int64_t b) {
+    return ints(kIntegers ? 0 : in.starts[b]);
+  }
+
   /// part + the sum of block b, scaled.
+  static Ints add_block(Ints part, Ints sum, Rows, Rows, const PanelInput&, std::int64_t) {
+    return part + sum;
+  }
   static Rows add_block(Rows part, Rows sum, Rows scales, Rows zeros, const PanelInput& in, std::int64_t b) {
     if constexpr (kZeroPoints) sum = multiply_add(zeros, rows(-in.block_sums[b]), sum);
     if constexpr (kInput == InputScale::block) sum = sum * rows(in.scales[b]);
@@ -88,6 +116,10 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
     }
   }
 
+  static void store(const PanelShape& shape, const std::byte* panel, const PanelInput& in, Ints total,
+                    float* out) {
+    store(shape, panel, in, to_float(total), out);
+  }
   static void store(const PanelShape& shape, const std::byte* panel, const PanelInput& in, Rows total,
                     float* out) {
     const Rows row_scales = shape.row_scale_bytes != 0 ? load_rows(panel) : rows(1);
