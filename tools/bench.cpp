@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include "tools/cli.h"
-#include "tools/shape.h"
+#include "tools/measured.h"
 
 namespace gatefold::cli {
 namespace {
@@ -75,22 +75,7 @@ void add_bench(Cli& cli) {
         options->threads = cli.threads();
         return run(*options, json);
       });
-  add_shape(command, options->shape);
-  command->add_option("--scheme", "Comma-separated")
-      ->required()
-      ->check([options](const std::string& list) { return parse_schemes(list, options->schemes); })
-      ->type_name("SCHEME,...");
-  command->add_option("--tokens", options->tokens, "Tokens per call, comma-separated")
-      ->delimiter(',')
-      ->check(CLI::Range(1, 1 << 20))
-      ->type_name("T,...")
-      ->default_str("1,8,64,512");
-  command->add_option("--seconds", options->seconds, "Per row, at least")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  command->add_option("--weight-bytes", options->weight_bytes, "Memory for weights: layers repeat up to this")
-      ->transform(CLI::AsSizeValue(true))
-      ->default_str("3GB");
+  add_measured(command, options);
 }
 
 }  // namespace gatefold::cli

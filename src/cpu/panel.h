@@ -6,15 +6,14 @@
 /// A panel is one stream of memory, read from its beginning to its end:
 ///   row scales    [16] f32: channel or tensor scale, or the matrix's second-level scale
 ///   records, each for `record` blocks of k, and padded to 64 bytes after the zero points:
-///     block scales  [record][16] in the scheme's format, or one f32 where the scheme's group has 16 rows or
-///     more zero points   [record][16] bytes values        [record][value_bytes]; how codes lie in a line of
-///     64 bytes: place() in panel.cpp
+///     block scales  [record][16] in the scheme's format, or [record] f32 where a group has 16 rows or more
+///     zero points   [record][16] bytes
+///     values        [record][value_bytes]; how codes lie in a line of 64 bytes: lane() in panel.cpp
 /// k is cut into blocks within which all scales, of weights and of activations, are constant; the last one is
 /// filled up with zeros.
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "format/isa.h"
 #include "gatefold/quantize.h"
@@ -60,9 +59,9 @@ void pack_panels(const QuantizedMatrix& matrix, const PanelShape& shape, std::by
 /// How activations are multiplied. Weights whose codes are small integers (or twice a value is one) take
 /// bytes, which int8 multiplies take four at a time:
 ///   limbs1  int8 and e2m1 activations (e2m1: twice the value), exact
-///   limbs2  all others, as 16-bit fixed point with a power of two per chunk: x = (256 * high + low) * scale.
-///   The
-///           error is at most 2^-15 of the chunk's largest number; bf16 itself is off by up to 2^-9 of each.
+///   limbs2  all others, as 16-bit fixed point, x = (256 * high + low) * scale, with a power of two for each
+///           chunk (or block, where activations have block scales). The error is at most 2^-15 of its largest
+///           number; bf16 itself is off by up to 2^-9 of each.
 /// Other weights take
 ///   pairs   bf16, two at a time: activations that are exact in bf16
 ///   floats  f32, everything

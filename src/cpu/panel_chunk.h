@@ -21,7 +21,7 @@ inline void load_unit(const std::byte* p, Rows& unit) {
   unit = load_rows(p);
 }
 
-/// P panels at once, so that each number of x is loaded once for several registers of rows; as many tokens as
+/// kPanels at once, so that each number of x is loaded once for several registers of rows; as many tokens as
 /// their sums leave room for.
 inline constexpr int kPanels = kRowsRegisters == 1 ? 2 : 1;
 template <class A>

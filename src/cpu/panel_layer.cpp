@@ -1,4 +1,5 @@
-// Kernels over panels (panel.h): codes are multiplied as bf16, 16 rows at a time, and scales applied to sums.
+// The layer of all CPU kernels: routing, activations as the multiply over panels wants them (panel.h),
+// combine.
 
 #include "cpu/layer.h"
 #include "cpu/panel.h"

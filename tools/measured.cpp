@@ -1,4 +1,4 @@
-#include "tools/shape.h"
+#include "tools/measured.h"
 
 #include <fmt/format.h>
 
