@@ -92,6 +92,7 @@ def read_gb_per_s(threads, piece=1 << 22):
         for start in part:
             search(start, 0x7FA1B2C3, piece // 4)
 
+    time.sleep(0.1)  # until the threads of the library no longer wait busily
     rates = []
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for _ in range(2):  # the first wakes the threads
