@@ -219,7 +219,7 @@ def print_formats(arguments, results, rivals):
         cells = []
         for rival in rivals:
             entries = results.find(setting=arguments.setting, scheme=scheme, rival=rival)
-            cells.append(f"{entries[0]['format']}, {entries[0]['error']:.4f}" if entries else "-")
+            cells.append(f"{entries[0]['format']}, {entries[0]['error']:.2g}" if entries else "-")
         if any(cell != "-" for cell in cells):
             print(f"| `{scheme}` | " + " | ".join(cells) + " |")
     versions = {part for e in results.find(setting=arguments.setting) for part in e["versions"].split(", ")}
