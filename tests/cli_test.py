@@ -97,6 +97,14 @@ class CliTest(unittest.TestCase):
         self.assertEqual([line.split()[0] for line in lines[1:]], names)
         self.assertEqual(tool("schemes", "--markdown").stdout.decode().count("\n"), len(names) + 2)
 
+    def test_instruction_set_of_the_environment_is_followed_or_refused(self):
+        bench = ["bench", "--shape", "64,64,2,1", "--weight-bytes", "1MB", "--scheme", "int8", "--tokens", "1",
+                 "--seconds", "0.1"]
+        done = tool(*bench, "--json", env={**os.environ, "GATEFOLD_CPU": "portable"})
+        self.assertIn("portable", json.loads(done.stdout)["rows"][0]["kernel"])
+        done = tool(*bench, code=1, env={**os.environ, "GATEFOLD_CPU": "z80"})
+        self.assertIn(b'GATEFOLD_CPU is "z80", not one of amx, ', done.stderr)
+
     def test_bad_usage_exits_with_2(self):
         for args in (
             [],

@@ -10,6 +10,7 @@ namespace {
 template <Isa I>
 std::string refuses(const MoeSpec&, const PlanOptions&) {
   if (const std::string_view why = missing(I); !why.empty()) return std::string(why);
+  if (std::string problem = override_problem(); !problem.empty()) return problem;
   if (I <= best_isa()) return {};
   return fmt::format("GATEFOLD_CPU asks for {}", name(best_isa()));
 }

@@ -91,6 +91,21 @@ const std::string& cpu_name() {
   return name;
 }
 
+std::string override_problem() {
+  const std::string wanted = cpu_override();
+  if (wanted.empty()) return {};
+  std::string known;
+  for (const Isa isa : all_isas) {
+    if (wanted != name(isa)) {
+      known.append(known.empty() ? "" : ", ").append(name(isa));
+      continue;
+    }
+    const std::string_view why = missing(isa);
+    return why.empty() ? std::string() : "GATEFOLD_CPU asks for " + wanted + ", but " + std::string(why);
+  }
+  return "GATEFOLD_CPU is \"" + wanted + "\", not one of " + known;
+}
+
 Isa best_isa() {
   static const Isa best = [] {
     const std::string wanted = cpu_override();

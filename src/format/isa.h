@@ -30,6 +30,9 @@ const std::string& cpu_name();
 /// Empty if this CPU and operating system can run it, else what is missing ("no avx512bw").
 std::string_view missing(Isa isa);
 
+/// Why GATEFOLD_CPU cannot be followed, in words; empty if it can, or is not set.
+std::string override_problem();
+
 /// The best one that runs here, or the one that GATEFOLD_CPU names if it runs.
 Isa best_isa();
 
