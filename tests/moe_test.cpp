@@ -223,7 +223,7 @@ TEST_P(EveryScheme, SameBitsForEveryThreadCountAndBatch) {
   const Output whole = run(layer, {.max_tokens = 24, .threads = 1}, x);
   for (const int threads : {2, 5})
     EXPECT_EQ(run(layer, {.max_tokens = 24, .threads = threads}, x).hidden, whole.hidden) << threads;
-  const CpuTuning other{.prefetch = 1024, .split = 8, .serial_tokens = 0};
+  const CpuTuning other{.prefetch = 1024, .split = 8, .serial_tokens = 0, .queues = 3};
   EXPECT_EQ(run(layer, {.max_tokens = 24, .threads = 2, .tuning = other}, x).hidden, whole.hidden);
   if (scheme(id()).batch_dependent()) return;
   std::vector<float> pieces;

@@ -85,7 +85,7 @@ class Units {
       switch (form) {
         case PanelForm::limbs1:
         case PanelForm::limbs2:
-          row[column + (form == PanelForm::limbs2 ? shape.padded_k() : 0)] = std::byte{1};
+          row[form == PanelForm::limbs1 ? column : low_limb(column)] = std::byte{1};
           starts_[block] = -offset;
           break;
         case PanelForm::pairs:
@@ -95,15 +95,18 @@ class Units {
           std::memcpy(row + 4 * column, &one, 4);
       }
       sums_[block] = 1;
-      inputs_.push_back({row, shape.padded_k(), scales_.data(), sums_.data() + t * shape.blocks,
-                         starts_.data() + t * shape.blocks, 1.0f});
+      inputs_.push_back({row, scales_.data(), sums_.data() + t * shape.blocks,
+                         starts_.data() + t * shape.blocks, starts_[block], 1.0f});
     }
   }
   const PanelInput* inputs() const { return inputs_.data(); }
 
  private:
+  static std::int64_t low_limb(std::int64_t column) {
+    return (column / kLimbColumns * 2 + 1) * kLimbColumns + column % kLimbColumns;
+  }
   static std::size_t row_bytes(PanelForm form, const PanelShape& shape) {
-    constexpr int bytes[] = {1, 2, 2, 4};
+    constexpr int bytes[] = {1, 2, 2, 4};  // k is a multiple of kLimbColumns
     return static_cast<std::size_t>(shape.padded_k() * bytes[static_cast<int>(form)]);
   }
 

@@ -58,10 +58,10 @@ struct LayerVectors {
 
 /// What a CPU plan may choose freely: the results have the same bits whatever it is.
 struct CpuTuning {
-  int prefetch =
-      -1;         ///< how many bytes ahead weights are prefetched for one or two tokens; -1: by CPU vendor
-  int split = 2;  ///< a thread takes 1 / (split * threads) of the work that is left
+  int prefetch = -1;  ///< bytes that weights are prefetched ahead of one stream over them; -1: by CPU vendor
+  int split = 2;      ///< a thread takes 1 / (split * threads) of the work that is left
   int serial_tokens = 16;  ///< up to that many tokens are routed and rounded by one thread
+  int queues = 0;  ///< threads serve the queue of their own memory node first; 0: as many as there are nodes
 };
 
 struct PlanOptions {

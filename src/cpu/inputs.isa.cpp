@@ -3,6 +3,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "cpu/panel.h"
 #include "gatefold/codec.h"
 
 namespace gatefold::GATEFOLD_ISA {
@@ -18,8 +19,8 @@ inline std::uint32_t magnitude(float x) {
   return std::bit_cast<std::uint32_t>(x) & 0x7fffffff;
 }
 
-void fixed_point(const float* x, std::int64_t k, std::int64_t chunk, std::int64_t block, std::int8_t* high,
-                 std::int8_t* low, float* scales, std::int32_t* sums) {
+void fixed_point(const float* x, std::int64_t k, std::int64_t chunk, std::int64_t block, std::int8_t* limbs,
+                 float* scales, std::int32_t* sums) {
   constexpr std::uint32_t kMost = 127 * 256 + 127;
   constexpr auto kEnd = static_cast<std::int32_t>(kMost);
   for (std::int64_t begin = 0; begin < k; begin += chunk, ++scales) {
@@ -39,16 +40,25 @@ void fixed_point(const float* x, std::int64_t k, std::int64_t chunk, std::int64_
     const float unit = std::bit_cast<float>(static_cast<std::uint32_t>(exponent) << 23);
     const float units = std::bit_cast<float>(static_cast<std::uint32_t>(254 - exponent) << 23);
     *scales = largest < 0x7f800000 ? unit : std::bit_cast<float>(0x7fc00000u);
-    for (std::int64_t b = begin; b < end; b += block) {
-      std::int32_t sum = 0;
-      for (std::int64_t i = b; i < b + block; ++i) {
-        const auto n = static_cast<std::int32_t>(nearest(x[i] * units));
-        const std::int32_t code = n > kEnd ? kEnd : n < -kEnd ? -kEnd : n;
-        const std::int32_t top = (code + 128) >> 8;
+    std::int32_t codes[kPanelChunk];
+    for (std::int64_t i = begin; i < end; ++i) {
+      const auto n = static_cast<std::int32_t>(nearest(x[i] * units));
+      codes[i - begin] = n > kEnd ? kEnd : n < -kEnd ? -kEnd : n;
+    }
+    for (std::int64_t first = begin; first < end;) {
+      const std::int64_t turn = (first / kLimbColumns + 1) * kLimbColumns, last = turn < end ? turn : end;
+      std::int8_t* high = limbs + first / kLimbColumns * (2 * kLimbColumns) + first % kLimbColumns;
+      for (std::int64_t i = 0; i < last - first; ++i) {
+        const std::int32_t code = codes[first - begin + i], top = (code + 128) >> 8;
         high[i] = static_cast<std::int8_t>(top);
-        low[i] = static_cast<std::int8_t>(code - top * 256);
-        sum += code;
+        high[kLimbColumns + i] = static_cast<std::int8_t>(code - top * 256);
       }
+      first = last;
+    }
+    for (std::int64_t b = 0; b < end - begin; b += block) {
+      std::int32_t sum = 0;  // blocks are multiples of kLeastPanelBlock
+      for (std::int64_t first = b; first < b + block; first += kLeastPanelBlock)
+        for (std::int64_t i = 0; i < kLeastPanelBlock; ++i) sum += codes[first + i];
       *sums++ = sum;
     }
   }
@@ -95,8 +105,21 @@ void swiglu(const float* gate, const float* up, std::int64_t count, float alpha,
   }
 }
 
-void add(const float* x, std::int64_t count, float weight, float* sum) {
-  for (std::int64_t i = 0; i < count; ++i) sum[i] += weight * x[i];
+void combine(const float* const* x, const float* weights, std::int64_t count, std::int64_t k, float* sum) {
+  constexpr std::int64_t kRun = 64;
+  for (std::int64_t begin = 0; begin < k; begin += kRun) {
+    const std::int64_t run = k - begin < kRun ? k - begin : kRun;
+    float part[kRun] = {};
+    for (std::int64_t s = 0; s < count; ++s) {
+      const float weight = weights[s];
+      const float* row = x[s] + begin;
+      if (run == kRun)
+        for (std::int64_t i = 0; i < kRun; ++i) part[i] += weight * row[i];
+      else
+        for (std::int64_t i = 0; i < run; ++i) part[i] += weight * row[i];
+    }
+    for (std::int64_t i = 0; i < run; ++i) sum[begin + i] = part[i];
+  }
 }
 
 template <Format F>
@@ -108,6 +131,6 @@ void round(float* x, std::int64_t k) {
 
 extern const InputKernels input_kernels;
 const InputKernels input_kernels{
-    round<formats::bf16>, round<formats::f16>, fixed_point, to_bytes, swiglu, add};
+    round<formats::bf16>, round<formats::f16>, fixed_point, to_bytes, swiglu, combine};
 
 }  // namespace gatefold::GATEFOLD_ISA

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "gatefold/codec.h"
 
@@ -27,6 +28,16 @@ T load_at(const void* p, std::int64_t i = 0) {
   T value;
   std::memcpy(&value, static_cast<const std::byte*>(p) + static_cast<std::size_t>(i) * sizeof(T), sizeof(T));
   return value;
+}
+
+/// f(0), ..., f(kCount - 1) with constants: in loops that are unrolled late, GCC leaves small arrays in
+/// memory.
+template <int kCount, class F>
+[[gnu::always_inline]] inline void unrolled(F&& f) {
+  const auto all = [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, i>{}), ...);
+  };
+  all(std::make_integer_sequence<int, kCount>());
 }
 
 // Whether dot4 is the same for narrow and wide codes.
@@ -54,3 +65,19 @@ inline constexpr float kUe4m3Factor = 256.0f;  // see load_ue4m3
 #else
 #include "cpu/lanes_portable.h"
 #endif
+
+namespace gatefold::GATEFOLD_ISA {
+namespace {
+
+/// sum + dot4 of each unit by the next 4 bytes of x.
+template <bool kNarrow, int kUnits>
+[[gnu::always_inline]] inline Ints dot4s(Ints sum, const Codes (&units)[kUnits], const std::byte* x) {
+  if constexpr (kNarrow && !kAnyDot4) return narrow_dot4s(sum, units, x);
+  unrolled<kUnits>([&](auto u) __attribute__((always_inline)) {
+    sum = dot4<kNarrow>(sum, units[u], load_at<std::int32_t>(x, u));
+  });
+  return sum;
+}
+
+}  // namespace
+}  // namespace gatefold::GATEFOLD_ISA

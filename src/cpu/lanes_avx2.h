@@ -167,5 +167,21 @@ Ints dot4(Ints sum, Codes codes, std::int32_t x) {
 #endif
 }
 
+#if !defined(__AVXVNNI__)
+/// Narrow codes by the bytes at x: 4 times 2 * 31 * 128 fits in 16 bits.
+template <int kUnits>
+[[gnu::always_inline]] inline Ints narrow_dot4s(Ints sum, const Codes (&units)[kUnits], const std::byte* x) {
+  static_assert(kUnits <= 4);
+  for (int h = 0; h < 2; ++h) {
+    __m256i pairs = _mm256_maddubs_epi16(units[0].v[h], _mm256_set1_epi32(load_at<std::int32_t>(x)));
+    for (int u = 1; u < kUnits; ++u)
+      pairs = _mm256_add_epi16(
+          pairs, _mm256_maddubs_epi16(units[u].v[h], _mm256_set1_epi32(load_at<std::int32_t>(x, u))));
+    sum.v[h] = _mm256_add_epi32(sum.v[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  return sum;
+}
+#endif
+
 }  // namespace
 }  // namespace gatefold::GATEFOLD_ISA

@@ -156,6 +156,19 @@ Ints dot4(Ints sum, Codes codes, std::int32_t x) {
 #endif
 }
 
+#if !defined(__AVX512VNNI__)
+/// Narrow codes by the bytes at x: 4 times 2 * 31 * 128 fits in 16 bits.
+template <int kUnits>
+[[gnu::always_inline]] inline Ints narrow_dot4s(Ints sum, const Codes (&units)[kUnits], const std::byte* x) {
+  static_assert(kUnits <= 4);
+  __m512i pairs = _mm512_maddubs_epi16(units[0].v, _mm512_set1_epi32(load_at<std::int32_t>(x)));
+  for (int u = 1; u < kUnits; ++u)
+    pairs = _mm512_add_epi16(
+        pairs, _mm512_maddubs_epi16(units[u].v, _mm512_set1_epi32(load_at<std::int32_t>(x, u))));
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+}
+#endif
+
 #if defined(__AVX512BF16__)
 #define GATEFOLD_DOT2
 /// sum + the dot product of 2 bf16 and 2 bf16 of x.
@@ -174,6 +187,7 @@ struct PairTable {
         high0(_mm512_load_si512(high)),
         high1(_mm512_load_si512(high + 64)) {}
   void operator()(Codes codes, Codes* pairs) const {
+    asm("" : "+v"(codes.v));  // else GCC loads them once for every use
     const __m512i low = _mm512_permutex2var_epi8(low0, codes.v, low1);
     // look-up | (codes & 0x80)
     const __m512i high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, codes.v, high1), codes.v,

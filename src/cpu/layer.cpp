@@ -23,7 +23,8 @@ LayerBuffers::LayerBuffers(const MoeSpec& spec, const PlanOptions& options, Work
   active = {layout.add<std::int32_t>("active_experts", experts)};
   position = {layout.add<std::int32_t>("slot_positions", slots)};
   slot = {layout.add<std::int32_t>("sorted_slots", slots)};
-  taken = {layout.add<std::int64_t>("taken_panels", 2)};
+  queues = {layout.add<std::int32_t>("expert_queues", kMostNodes + 1)};
+  taken = {layout.add<std::int64_t>("taken_panels", std::size_t{2} * kMostNodes)};
   done = {layout.add<std::int64_t>("done_panels", experts + 1)};
   hidden = {layout.add<float>("hidden", tokens * hidden_k)};
   routed_mid = {layout.add<float>("routed_mid", slots * mid_k)};
@@ -33,6 +34,9 @@ LayerBuffers::LayerBuffers(const MoeSpec& spec, const PlanOptions& options, Work
   amax = {layout.add<float>("row_amax", slots)};
   routing = {layout.add<float>("routing", threads * 3 * experts)};
   router_rows = {layout.add<float>("router_rows", threads * 8 * hidden_k)};
+  combined = static_cast<std::size_t>(spec.top_k) + 1;
+  combined_rows = {layout.add<const float*>("combined_rows", threads * combined)};
+  combined_weights = {layout.add<float>("combined_weights", threads * combined)};
   scales = {layout.add<float>("scales", threads * k)};
   zeros = {layout.add<float>("zero_points", threads * k)};
   codes = {layout.add<std::byte>("codes", threads * 2 * k)};
@@ -76,6 +80,8 @@ LayerThread::LayerThread(Isa isa, const MoeCall& call, const LayerBuffers& b)
       routed_act_(effective_activation(spec_.scheme, spec_, call.options)),
       shared_act_(effective_activation(spec_.shared.scheme, spec_, call.options)),
       static_in_(state_.static_input_scales && b.may_be_static),
+      queues_(call.tuning.queues == 0 ? numa_nodes() : std::clamp(call.tuning.queues, 1, kMostNodes)),
+      home_(queues_ == numa_nodes() ? current_node() : static_cast<int>(thread_) % queues_),
       scratch_{b.codes.at(base_) + thread_ * 2 * b.k, b.ranges.at(base_) + thread_ * b.k,
                b.scales.at(base_) + thread_ * b.k, b.zeros.at(base_) + thread_ * b.k} {}
 
@@ -148,10 +154,13 @@ void LayerThread::sort_slots() {
     b_.slot.at(base_)[position] = static_cast<std::int32_t>(s);
   }
   int used = 0;
-  for (int e = 0; e < spec_.experts; ++e)
-    if (offsets[e] < offsets[e + 1]) active[used++] = e;
-  if (used < spec_.experts) active[used] = -1;
-  std::fill_n(b_.taken.at(base_), 2, 0);
+  for (int queue = 0; queue < queues_; ++queue) {
+    b_.queues.at(base_)[queue] = used;
+    for (int e = queue; e < spec_.experts; e += queues_)
+      if (offsets[e] < offsets[e + 1]) active[used++] = e;
+  }
+  b_.queues.at(base_)[queues_] = used;
+  std::fill_n(b_.taken.at(base_), 2 * kMostNodes, 0);
   std::fill_n(b_.done.at(base_), spec_.experts + 1, 0);
 }
 
@@ -198,17 +207,21 @@ void LayerThread::combine() {
   const Format format = out.dtype == DType::f32   ? formats::f32
                         : out.dtype == DType::f16 ? formats::f16
                                                   : formats::bf16;
+  const float** rows = b_.combined_rows.at(base_) + thread_ * b_.combined;
+  float* weights = b_.combined_weights.at(base_) + thread_ * b_.combined;
 #pragma omp for schedule(static) nowait
   for (std::int64_t t = 0; t < tokens_; ++t) {
     float* sum = b_.hidden.at(base_) + t * hidden_k_;
-    const float share = shared_weight(sum);
-    std::fill_n(sum, spec_.hidden, 0.0f);
-    for (std::int64_t s = t * spec_.top_k; s < (t + 1) * spec_.top_k; ++s) {
-      const float weight = b_.weights.at(base_)[s];
-      const float* slot = b_.routed_out.at(base_) + b_.position.at(base_)[s] * hidden_k_;
-      inputs_.add(slot, spec_.hidden, weight, sum);
+    std::int64_t count = 0;
+    for (std::int64_t s = t * spec_.top_k; s < (t + 1) * spec_.top_k; ++s, ++count) {
+      rows[count] = b_.routed_out.at(base_) + b_.position.at(base_)[s] * hidden_k_;
+      weights[count] = b_.weights.at(base_)[s];
     }
-    if (shared_k_ != 0) inputs_.add(b_.shared_out.at(base_) + t * hidden_k_, spec_.hidden, share, sum);
+    if (shared_k_ != 0) {
+      rows[count] = b_.shared_out.at(base_) + t * hidden_k_;
+      weights[count++] = shared_weight(sum);
+    }
+    inputs_.combine(rows, weights, count, spec_.hidden, sum);
     const std::int64_t at = t * spec_.hidden;
     if (format == formats::f32) {
       std::copy_n(sum, spec_.hidden, static_cast<float*>(out.data) + at);

@@ -12,6 +12,7 @@
 #include "cpu/gemm.h"
 #include "cpu/inputs.h"
 #include "cpu/panel.h"
+#include "format/numa.h"
 #include "moe/kernel.h"
 
 namespace gatefold {
@@ -25,26 +26,29 @@ struct Buffer {
 
 /// T tokens, S = T * top_k slots, E experts; H and I padded (gemm.h).
 struct LayerBuffers {
-  Buffer<std::int32_t> ids;       // [S] expert of a slot
-  Buffer<float> weights;          // [S] routing weight of a slot
-  Buffer<std::int32_t> offsets;   // [E + 1] first position of an expert
-  Buffer<std::int32_t> active;    // [E] experts with slots, then -1
-  Buffer<std::int32_t> position;  // [S] slot -> position
-  Buffer<std::int32_t> slot;      // [S] position -> slot
-  Buffer<std::int64_t> taken;     // [2] panels that threads have taken: gate and up, down
-  Buffer<std::int64_t> done;      // [E + 1] panels of gate and up that are done, by expert; last: shared
-  Buffer<float> hidden;           // [T, H]
-  Buffer<float> routed_mid;       // [S, I] by position
-  Buffer<float> routed_out;       // [S, H] by position
-  Buffer<float> shared_mid;       // [T, shared I]
-  Buffer<float> shared_out;       // [T, H]
-  Buffer<float> amax;             // [S]
-  Buffer<float> routing;          // per thread [3 * E]
-  Buffer<float> router_rows;      // per thread [8, H]
-  Buffer<float> scales, zeros;    // per thread [K], K the longest row
-  Buffer<std::byte> codes;        // per thread [2 * K]
-  Buffer<GroupRange> ranges;      // per thread [K]
-  std::size_t tokens, slots, threads, k;
+  Buffer<std::int32_t> ids;            // [S] expert of a slot
+  Buffer<float> weights;               // [S] routing weight of a slot
+  Buffer<std::int32_t> offsets;        // [E + 1] first position of an expert
+  Buffer<std::int32_t> active;         // [E] experts with slots, by queue
+  Buffer<std::int32_t> queues;         // [kMostNodes + 1] where each queue begins in `active`
+  Buffer<std::int32_t> position;       // [S] slot -> position
+  Buffer<std::int32_t> slot;           // [S] position -> slot
+  Buffer<std::int64_t> taken;          // [2, kMostNodes] panels that threads have taken: gate and up, down
+  Buffer<std::int64_t> done;           // [E + 1] panels of gate and up that are done, by expert; last: shared
+  Buffer<float> hidden;                // [T, H]
+  Buffer<float> routed_mid;            // [S, I] by position
+  Buffer<float> routed_out;            // [S, H] by position
+  Buffer<float> shared_mid;            // [T, shared I]
+  Buffer<float> shared_out;            // [T, H]
+  Buffer<float> amax;                  // [S]
+  Buffer<float> routing;               // per thread [3 * E]
+  Buffer<float> router_rows;           // per thread [8, H]
+  Buffer<const float*> combined_rows;  // per thread [top_k + 1]
+  Buffer<float> combined_weights;      // per thread [top_k + 1]
+  Buffer<float> scales, zeros;         // per thread [K], K the longest row
+  Buffer<std::byte> codes;             // per thread [2 * K]
+  Buffer<GroupRange> ranges;           // per thread [K]
+  std::size_t tokens, slots, threads, k, combined;
   bool may_be_static;  // static activation scales: then inputs are rounded per slot
 
   LayerBuffers(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
@@ -105,30 +109,17 @@ class LayerThread {
   Job routed_job(int expert) const;
   Job shared_job() const;
 
-  /// Calls f(job, begin, end) for all panels of every expert in use, on some thread. Runs of panels are long
-  /// at first, so that a thread reads memory in order, and shorter towards the end, so that all threads end
-  /// together. Each output is computed by one call, so the schedule does not show in the result. Ends with a
-  /// barrier. `taken` counts the panels that have been handed out; it starts at 0.
+  /// Calls f(job, begin, end) for all panels of every expert in use, on some thread; first those of the
+  /// thread's own queue. Each output is computed by one call, so the schedule does not show in the result.
+  /// Ends with a barrier.
   template <class Function>
-  void for_each_run(std::int64_t& taken, std::int64_t routed_rows, std::int64_t shared_rows, Function&& f) {
+  void for_each_run(int phase, std::int64_t routed_rows, std::int64_t shared_rows, Function&& f) {
     const std::int64_t each = panels(routed_rows), shared = shared_k_ == 0 ? 0 : panels(shared_rows);
-    const std::int32_t* active = b_.active.at(base_);
-    const std::int64_t total = shared + (std::find(active, active + spec_.experts, -1) - active) * each;
-    const std::atomic_ref<std::int64_t> next(taken);
-    for (std::int64_t begin = next.load(std::memory_order_relaxed); begin < total;) {
-      // Even, as kernels take two panels at once.
-      const std::int64_t share = (total - begin) / (call_.tuning.split * call_.options.threads) / 2 * 2;
-      const std::int64_t end = std::min(begin + std::max<std::int64_t>(2, share), total);
-      if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-      for (std::int64_t panel = begin; panel < end;) {
-        const bool is_shared = panel < shared;
-        const Job job = is_shared ? shared_job() : routed_job(active[(panel - shared) / each]);
-        const std::int64_t first = is_shared ? panel : (panel - shared) % each;
-        const std::int64_t last = std::min(first + end - panel, is_shared ? shared : each);
-        f(job, first, last);
-        panel += last - first;
-      }
-      begin = next.load(std::memory_order_relaxed);
+    const std::int32_t* begin = b_.queues.at(base_);
+    for (int i = 0; i < queues_; ++i) {
+      const int queue = (home_ + i) % queues_;
+      for_each_run_of_queue(b_.taken.at(base_)[phase * kMostNodes + queue], queue == 0 ? shared : 0, each,
+                            b_.active.at(base_) + begin[queue], begin[queue + 1] - begin[queue], f);
     }
 #pragma omp barrier
   }
@@ -149,9 +140,34 @@ class LayerThread {
   const std::int64_t tokens_, slots_, hidden_k_, mid_k_, shared_k_;
   const Operand routed_act_, shared_act_;
   const bool static_in_;
+  const int queues_, home_;
   RowScratch scratch_;
 
  private:
+  /// Runs of panels are long at first, so that a thread reads memory in order, and shorter towards the end,
+  /// so that all threads end together. `taken` counts the panels that have been handed out; it starts at 0.
+  template <class Function>
+  void for_each_run_of_queue(std::int64_t& taken, std::int64_t shared, std::int64_t each,
+                             const std::int32_t* experts, std::int64_t count, Function&& f) {
+    const std::int64_t total = shared + count * each, threads = std::max(1, call_.options.threads / queues_);
+    const std::atomic_ref<std::int64_t> next(taken);
+    for (std::int64_t begin = next.load(std::memory_order_relaxed); begin < total;) {
+      // Even, as kernels take two panels at once.
+      const std::int64_t share = (total - begin) / (call_.tuning.split * threads) / 2 * 2;
+      const std::int64_t end = std::min(begin + std::max<std::int64_t>(2, share), total);
+      if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      for (std::int64_t panel = begin; panel < end;) {
+        const bool is_shared = panel < shared;
+        const Job job = is_shared ? shared_job() : routed_job(experts[(panel - shared) / each]);
+        const std::int64_t first = is_shared ? panel : (panel - shared) % each;
+        const std::int64_t last = std::min(first + end - panel, is_shared ? shared : each);
+        f(job, first, last);
+        panel += last - first;
+      }
+      begin = next.load(std::memory_order_relaxed);
+    }
+  }
+
   void route(std::int64_t token, const float* row);
   void router_logits(const float* row, float* logits);
   float shared_weight(const float* hidden) const;

@@ -22,12 +22,16 @@ namespace gatefold {
 
 inline constexpr std::int64_t kPanelRows = 16;
 inline constexpr std::int64_t kPanelChunk = 256;      ///< columns that are scaled together in limbs2
+inline constexpr std::int64_t kLimbColumns = 64;      ///< columns of high limbs, before those of low limbs
 inline constexpr std::int64_t kMostPanelBlock = 128;  ///< columns; divides a chunk
 inline constexpr std::int64_t kLeastPanelBlock = 16;  ///< columns
 inline constexpr std::int64_t kPanelTokens = 64;      ///< the most of one call
 
-/// How far ahead weights are prefetched by default. AMD's own prefetchers follow one stream best undisturbed;
-/// Intel's stop at pages, and do not run far enough ahead when decoding takes time.
+inline constexpr std::int64_t kSlowPrefetch = 8192;  ///< bytes, where multiplying takes longer than reading
+
+/// How far ahead weights are prefetched by default, where reading takes longer. AMD's own prefetchers follow
+/// one stream best undisturbed; Intel's stop at pages, and do not run far enough ahead when decoding takes
+/// time.
 std::int64_t panel_prefetch();
 
 /// Sizes of an [n, k] matrix in panels.
@@ -72,12 +76,13 @@ enum class InputScale { none, block, chunk };
 
 /// One row of activations as the multiply wants it.
 struct PanelInput {
-  const std::byte* codes = nullptr;   ///< [padded_k] in the form's type
-  std::int64_t plane = 0;             ///< low limbs are that many bytes after the high ones
-  const float* scales = nullptr;      ///< [blocks] or [chunks]
+  const std::byte* codes =
+      nullptr;                    ///< [padded_k] in the form's type; limbs2: [padded_k / 64][high, low][64]
+  const float* scales = nullptr;  ///< [blocks] or [chunks]
   const float* block_sums = nullptr;  ///< [blocks] sums of the codes, for zero points
   const std::int32_t* starts =
-      nullptr;  ///< [blocks] what sums of bytes start with: -panel_offset * block_sums
+      nullptr;             ///< [blocks] what sums of bytes start with: -panel_offset * block_sums
+  std::int32_t start = 0;  ///< the sum of all of them
   float row_scale = 1.0f;
 };
 

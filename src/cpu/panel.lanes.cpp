@@ -1,35 +1,41 @@
-// The multiply over panels (panel.h). One or two tokens: each panel is one stream, decoded in registers.
-// More: chunks of panels are decoded once into the innermost cache, and multiplied by all tokens from there.
+// The multiply over panels (panel.h): each panel is one stream, decoded in registers for a few tokens at a
+// time, or by tiles where the CPU has matrix multiplies.
 
 #include <algorithm>
 
-#include "cpu/panel_chunk.h"
+#include "cpu/panel_kernel.h"
 #include "cpu/panel_tiles.h"
 
 namespace gatefold::GATEFOLD_ISA {
 namespace {
 
+/// What is fetched meanwhile: `step` bytes for every line of a panel.
+struct Ahead {
+  const std::byte* next;
+  std::int64_t step;
+};
+
 /// One panel by M tokens.
 template <class K, int M>
-void stream(const PanelShape& shape, const std::byte* panel, const PanelInput* inputs, float* out,
-            std::int64_t stride) {
+void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const PanelInput* inputs,
+            float* out, std::int64_t stride) {
   using V = typename K::V;
-  // Two chains, as a single sum waits for itself; blocks of 32 are short enough to overlap. Floats always
-  // have two, so that a token's result does not depend on its neighbours.
-  constexpr int chains = K::kBytes && K::kBlockUnits != 0 ? 1 : 2;
+  constexpr int chains = K::chains(M);
   const V values{};
-  const std::int64_t steps = K::kBlockUnits != 0 ? K::kBlockUnits / K::kUnits
-                                                 : static_cast<std::int64_t>(shape.value_bytes) / V::kBytes;
-  const std::int64_t chunk_blocks = K::kChunk / shape.block;
+  const std::int64_t block = K::kBlockUnits != 0 ? K::kBlockUnits * K::kColumns : shape.block;
+  const std::int64_t run =
+      (K::kLimbs == 2 ? std::min(block, kLimbColumns) : block) / K::kStepColumns;  // steps
+  const std::int64_t runs = block / K::kStepColumns / run;
+  const std::int64_t chunk_blocks = kPanelChunk / block;
   Blocks blocks(shape, panel);
-  typename K::Total totals[M];
-  for (int m = 0; m < M; ++m) totals[m] = K::first_total(inputs[m], shape.blocks);
-  std::int64_t at = 0;  // of the activations
+  typename K::Total parts[M];
+  [[maybe_unused]] Rows totals[M];  // of chunks
+  for (int m = 0; m < M; ++m) {
+    parts[m] = K::first_total(inputs[m]);
+    totals[m] = rows(0);
+    __builtin_prefetch(out + m * stride, 1);
+  }
   for (std::int64_t b = 0, chunk = 0; b < shape.blocks; ++chunk) {
-    typename K::Total parts[M];
-    for (int m = 0; m < M; ++m) parts[m] = totals[m];
-    if constexpr (K::kInput == InputScale::chunk)
-      for (Rows& part : parts) part = rows(0);
     for (const std::int64_t end = std::min(b + chunk_blocks, shape.blocks); b < end; ++b) {
       blocks.enter(shape);
       typename K::Sum sums[M][K::kLimbs][chains];
@@ -38,20 +44,20 @@ void stream(const PanelShape& shape, const std::byte* panel, const PanelInput* i
           for (int c = 0; c < chains; ++c) sums[m][l][c] = K::zero();
       if constexpr (K::kBytes)
         for (int m = 0; m < M; ++m) sums[m][K::kLimbs - 1][0] = K::start(inputs[m], b);
-      for (std::int64_t i = 0; i < steps; ++i) {
-        for (int line = 0; line < V::kBytes; line += 64)
-          __builtin_prefetch(blocks.next + line + shape.prefetch);
-        typename K::Unit units[K::kUnits];
-        K::decode(values, blocks.next, units);
-        blocks.next += V::kBytes;
-        for (int u = 0; u < K::kUnits; ++u, at += 4)
-          for (int m = 0; m < M; ++m)
-            for (int l = 0; l < K::kLimbs; ++l) {
-              auto& sum = sums[m][l][u % chains];
-              sum = K::accumulate(sum, units[u],
-                                  load_at<std::uint32_t>(inputs[m].codes + l * inputs[0].plane + at));
-            }
-      }
+      std::int64_t at = K::position(b * block);  // of the activations
+      for (std::int64_t r = 0; r < runs; ++r, at += (K::kLimbs - 1) * kLimbColumns)
+        for (std::int64_t i = 0; i < run; ++i, at += K::position(K::kStepColumns)) {
+          for (int line = 0; line < K::kStepBytes; line += 64, ahead.next += ahead.step)
+            __builtin_prefetch(ahead.next, 0, 2);
+          typename K::Unit units[K::kTimes * K::kUnits];
+          for (int t = 0; t < K::kTimes; ++t, blocks.next += V::kBytes)
+            K::decode(values, blocks.next, units + t * K::kUnits);
+          unrolled<M>([&](auto m) __attribute__((always_inline)) {
+            unrolled<K::kLimbs>([&](auto l) __attribute__((always_inline)) {
+              K::accumulate(sums[m][l], units, inputs[m].codes + at + l * kLimbColumns);
+            });
+          });
+        }
       const Rows scales = block_scales<K::kScale>(blocks.scales);
       const Rows zeros = K::kZeroPoints ? zero_points(blocks.zeros) : rows(0);
       for (int m = 0; m < M; ++m) {
@@ -66,93 +72,51 @@ void stream(const PanelShape& shape, const std::byte* panel, const PanelInput* i
         parts[m] = K::add_block(parts[m], sum, scales, zeros, inputs[m], b);
       }
     }
-    for (int m = 0; m < M; ++m) {
-      if constexpr (K::kInput == InputScale::chunk)
+    if constexpr (K::kInput == InputScale::chunk)
+      for (int m = 0; m < M; ++m) {
         totals[m] = multiply_add(parts[m], rows(inputs[m].scales[chunk]), totals[m]);
-      else
-        totals[m] = parts[m];
-    }
-  }
-  for (int m = 0; m < M; ++m) K::store(shape, panel, inputs[m], totals[m], out + m * stride);
-}
-
-/// multiply_chunk of `tokens` tokens, which are known when compiling from here on.
-template <class A, int M = kTileTokens<A>>
-void multiply_tile(std::int64_t tokens, const auto&... arguments) {
-  if constexpr (M > 1)
-    if (tokens < M) return multiply_tile<A, M - 1>(tokens, arguments...);
-  multiply_chunk<A, M>(arguments...);
-}
-
-/// kPanels panels by any number of tokens up to kPanelTokens.
-template <class K>
-void by_chunks(const PanelShape& shape, const std::byte* first, std::int64_t apart, const PanelInput* inputs,
-               std::int64_t tokens, float* out, std::int64_t stride, std::int64_t out_apart) {
-  alignas(64) float totals[kPanelTokens][kPanels][kPanelRows];
-  for (std::int64_t t = 0; t < tokens; ++t)
-    for (float* total : {totals[t][0], totals[t][kPanels - 1]})
-      store_total(total, K::first_total(inputs[t], shape.blocks));
-  Blocks panels[kPanels];
-  for (int p = 0; p < kPanels; ++p) panels[p] = Blocks(shape, first + p * apart);
-  using A = typename K::A;
-  Chunk<A> chunk;
-  [[maybe_unused]] Tiles matrix_tiles;
-  constexpr std::int64_t most = K::kTiles ? kTileRows : kTileTokens<A>;
-  const std::int64_t chunk_blocks = K::kChunk / shape.block;
-  chunk.block_units = shape.block / K::kColumns;
-  const std::int64_t tiles = (tokens + most - 1) / most;
-  for (std::int64_t b = 0, number = 0; b < shape.blocks; b += chunk_blocks, ++number) {
-    chunk.blocks = std::min(chunk_blocks, shape.blocks - b);
-    const bool last = b + chunk_blocks >= shape.blocks;
-    const std::byte* begin = panels[0].next;
-    for (int p = 0; p < kPanels; ++p) {
-      if constexpr (K::kDecoded) {
-        chunk.units[p] = panels[p].next;
-        panels[p].next += static_cast<std::size_t>(chunk.blocks) * shape.value_bytes;
-      } else {
-        chunk.units[p] = chunk.codes[p][0];
-        decode_chunk<K>(shape, panels[p], p, chunk);
+        parts[m] = rows(0);
       }
-    }
-    // The next chunk, or that of the next panels, is fetched while this one is multiplied.
-    const std::int64_t bytes = panels[0].next - begin, skip = last ? (kPanels - 1) * apart : 0;
-    if (last)
-      for (std::int64_t t = 0; t < tokens; ++t)
-        for (int p = 0; p < kPanels; ++p) __builtin_prefetch(out + t * stride + p * out_apart, 1);
-    std::int64_t token = 0, fetched = 0;
-    for (std::int64_t left = tiles; left > 0; --left) {
-      const std::int64_t m = (tokens - token + left - 1) / left;
-      for (const std::int64_t end = bytes * (tiles - left + 1) / tiles; fetched < end; fetched += 64)
-        for (const Blocks& panel : panels) __builtin_prefetch(panel.next + skip + fetched);
-      if constexpr (K::kTiles)
-        multiply_chunk_by_tiles<A>(matrix_tiles, chunk, inputs + token, m, b, number, totals + token);
-      else
-        multiply_tile<A>(m, chunk, inputs + token, b, number, &totals[token][0][0]);
-      token += m;
-    }
   }
-  for (int p = 0; p < kPanels; ++p)
-    for (std::int64_t t = 0; t < tokens; ++t)
-      K::store(shape, first + p * apart, inputs[t], load_total<A>(totals[t][p]),
-               out + t * stride + p * out_apart);
+  for (int m = 0; m < M; ++m)
+    if constexpr (K::kInput == InputScale::chunk)
+      K::store(shape, panel, inputs[m], totals[m], out + m * stride);
+    else
+      K::store(shape, panel, inputs[m], parts[m], out + m * stride);
+}
+
+/// One panel by any number of tokens, some at a time. All but the first find it in a cache; each fetches a
+/// part of the next one.
+template <class K, int M = K::kStreamTokens>
+void streams(const PanelShape& shape, const std::byte* panel, Ahead ahead, const PanelInput* inputs,
+             std::int64_t tokens, float* out, std::int64_t stride) {
+  for (std::int64_t left = (tokens + M - 1) / M; left > 0; --left) {
+    const std::int64_t m = (tokens + left - 1) / left;
+    if constexpr (M > 1)
+      if (m < M) return streams<K, M - 1>(shape, panel, ahead, inputs, tokens, out, stride);
+    stream<K, M>(shape, panel, ahead, inputs, out, stride);
+    ahead.next += static_cast<std::int64_t>(shape.panel_bytes) / 64 * ahead.step;
+    inputs += M;
+    out += M * stride;
+    tokens -= M;
+  }
 }
 
 template <class K>
 void multiply(const PanelShape& shape, const std::byte* first, std::int64_t apart, int panels,
               const PanelInput* inputs, std::int64_t tokens, float* out, std::int64_t stride,
               std::int64_t out_apart) {
-  for (int panel = 0; panel < panels;) {
-    const std::byte* at = first + panel * apart;
-    float* to = out + panel * out_apart;
-    if (tokens >= K::kLeastTokens) {
-      const bool alone = panels - panel < kPanels;  // then it is computed twice
-      by_chunks<K>(shape, at, alone ? 0 : apart, inputs, tokens, to, stride, alone ? 0 : out_apart);
-      panel += kPanels;
-    } else {
-      tokens == 1 ? stream<K, 1>(shape, at, inputs, to, stride) : stream<K, 2>(shape, at, inputs, to, stride);
-      ++panel;
+  if constexpr (K::kTiles)
+    if (tokens > K::kStreamTokens)
+      return by_tiles<K>(shape, first, apart, panels, inputs, tokens, out, stride, out_apart);
+  if constexpr (K::kStreamTokens > 0)
+    for (int panel = 0; panel < panels; ++panel) {
+      const std::byte* at = first + panel * apart;
+      const std::int64_t times = (tokens + K::kStreamTokens - 1) / K::kStreamTokens;
+      const Ahead ahead = times > 1 ? Ahead{at + shape.panel_bytes, (64 + times - 1) / times}
+                                    : Ahead{at + (K::slow(tokens) ? kSlowPrefetch : shape.prefetch), 64};
+      streams<K>(shape, at, ahead, inputs, tokens, out + panel * out_apart, stride);
     }
-  }
 }
 
 constexpr BlockScale block_scale(const Operand& w, bool foreign) {

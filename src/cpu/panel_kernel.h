@@ -24,11 +24,26 @@ struct Arithmetic {
   static constexpr int kLimbs = kForm == PanelForm::limbs2 ? 2 : 1;
   static constexpr int kColumns = kBytes ? 4 : kForm == PanelForm::pairs ? 2 : 1;  // of a unit
   static constexpr int kBlockUnits = kShortBlock / kColumns;
-  /// Whether matrix tiles multiply chunks (panel_tiles.h). Their sums of floats round at other places, so
-  /// that they do those of one token as well.
+  /// Whether matrix tiles multiply (panel_tiles.h). Their sums of floats round at other places, so that they
+  /// do those of few tokens as well.
   static constexpr bool kTiles = kHasTiles && kForm != PanelForm::floats && kBlockUnits == 0;
-  static constexpr std::int64_t kLeastTokens = kTiles && !kBytes ? 1 : 3;                   // of a chunk
-  static constexpr std::int64_t kChunk = kBytes || kTiles ? kPanelChunk : kPanelChunk / 2;  // columns
+  /// The most tokens of one stream: as many as their sums leave room for.
+  static constexpr int kStreamTokens = kTiles                       ? (kBytes ? 2 : 0)
+                                       : kRowsRegisters == 1        ? 8
+                                       : kForm == PanelForm::limbs1 ? 5
+                                       : kRowsRegisters == 2        ? 3
+                                                                    : 2;
+  /// Sums of a block that run side by side, as one would wait for itself; sum c takes units c, c + chains,
+  /// ... Floats always have as many, so that a token's result does not depend on its neighbours. Blocks of
+  /// few units overlap, and dot4s has less to wait for.
+  static constexpr int chains(int tokens) {
+    return kBytes && (kBlockUnits != 0 || tokens > 2 || !kAnyDot4) ? 1 : 2;
+  }
+  /// Where the activations of a column are in a row, in bytes. Limbs take turns.
+  static constexpr std::int64_t position(std::int64_t column) {
+    return kLimbs == 2 ? column / kLimbColumns * (2 * kLimbColumns) + column % kLimbColumns
+                       : column * 4 / kColumns;
+  }
   using Unit = std::conditional_t<kForm == PanelForm::floats, Rows, Codes>;
   using Sum = std::conditional_t<kBytes, Ints, Rows>;
   /// Sums that nothing scales run through the row: of bytes as integers, which start with starts of all
@@ -45,31 +60,33 @@ struct Arithmetic {
       return rows(0);
   }
 
-  /// sum + unit times the activations at x.
-  static Sum accumulate(Sum sum, Unit unit, std::uint32_t x) {
-    if constexpr (kBytes) return dot4<kNarrow>(sum, unit, static_cast<std::int32_t>(x));
+  /// sums += a step of kUnits units times the activations at x.
+  template <int kUnits, int kSums>
+  [[gnu::always_inline]] static void accumulate(Sum (&sums)[kSums], const Unit (&units)[kUnits],
+                                                const std::byte* x) {
+    if constexpr (kBytes && kSums == 1) {
+      sums[0] = dot4s<kNarrow>(sums[0], units, x);
+    } else {
+      unrolled<kUnits>([&](auto u) __attribute__((always_inline)) {
+        Sum& sum = sums[u % kSums];
+        const auto numbers = load_at<std::uint32_t>(x, u);
+        if constexpr (kBytes)
+          sum = dot4<kNarrow>(sum, units[u], static_cast<std::int32_t>(numbers));
 #if defined(GATEFOLD_DOT2)
-    else if constexpr (kForm == PanelForm::pairs)
-      return dot2(sum, unit, x);
+        else if constexpr (kForm == PanelForm::pairs)
+          sum = dot2(sum, units[u], numbers);
 #endif
-    else
-      return multiply_add(unit, rows(std::bit_cast<float>(x)), sum);
+        else
+          sum = multiply_add(units[u], rows(std::bit_cast<float>(numbers)), sum);
+      });
+    }
   }
 
-  static Total zero_total() {
+  static Total first_total(const PanelInput& in) {
     if constexpr (kIntegers)
-      return ints(0);
+      return ints(in.start);
     else
       return rows(0);
-  }
-  static Total first_total(const PanelInput& in, std::int64_t blocks) {
-    if constexpr (kIntegers) {
-      std::int32_t sum = 0;
-      for (std::int64_t b = 0; b < blocks; ++b) sum += in.starts[b];
-      return ints(sum);
-    } else {
-      return rows(0);
-    }
   }
   static Ints start(const PanelInput& in, std::int64_t b) {
     return ints(kIntegers ? 0 : in.starts[b]);
@@ -97,7 +114,15 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
   using V = Values<kValue>;
   using Unit = typename A::Unit;
   static constexpr BlockScale kScale = kBlockScale;
-  static constexpr int kUnits = V::kColumns / A::kColumns;  // of a step
+  /// A step of a stream: dot4s wants more units where it sums them in 16 bits.
+  static constexpr int kTimes = A::kBytes && V::kNarrow && !kAnyDot4 ? 2 : 1;
+  static constexpr int kStepBytes = kTimes * V::kBytes, kStepColumns = kTimes * V::kColumns;
+  static constexpr int kUnits = V::kColumns / A::kColumns;  // of V::kBytes
+  /// Whether a stream takes longer than memory: then the CPU's own prefetchers fall behind.
+  static constexpr bool slow(std::int64_t tokens) {
+    if (tokens <= 2) return kPanelForm == PanelForm::pairs && kValue != formats::bf16;
+    return tokens * A::kLimbs * kUnits * 64 / V::kBytes >= 6;  // multiplies of a line
+  }
   /// Whether a chunk can be multiplied as it lies in memory.
   static constexpr bool kDecoded =
       !A::kScaled &&

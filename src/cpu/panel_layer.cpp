@@ -30,8 +30,8 @@ struct InputRows {
   Buffer<std::byte> codes;      // [rows] of `row_bytes`
   Buffer<float> scales, sums;   // [rows, blocks]
   Buffer<std::int32_t> starts;  // [rows, blocks]
-  Buffer<float> row_scale;      // [rows]
-  std::int64_t k = 0, block = 0, blocks = 0, row_bytes = 0, plane = 0;
+  Buffer<PanelInput> inputs;    // [rows], of these
+  std::int64_t k = 0, block = 0, blocks = 0, row_bytes = 0;
   std::int32_t offset = 0;  // of the weights' bytes
 
   InputRows() = default;
@@ -51,29 +51,28 @@ struct InputRows {
     blocks = shape.blocks;
     // The same columns of different rows must not meet in the same set of a cache: a line more than a power
     // of two.
-    const std::int64_t bytes = k * (form == PanelForm::floats ? 4 : form == PanelForm::pairs ? 2 : 1);
-    plane = (bytes + 63) / 64 * 64 + 64;
-    row_bytes = form == PanelForm::limbs2 ? 2 * plane : plane;
+    const std::int64_t bytes = form == PanelForm::limbs2
+                                   ? (k + kLimbColumns - 1) / kLimbColumns * (2 * kLimbColumns)
+                               : form == PanelForm::floats ? 4 * k
+                               : form == PanelForm::pairs  ? 2 * k
+                                                           : k;
+    row_bytes = (bytes + 63) / 64 * 64 + 64;
     const std::size_t each = rows * static_cast<std::size_t>(blocks);
     codes = {layout.add<std::byte>(name, rows * static_cast<std::size_t>(row_bytes))};
     scales = {layout.add<float>("input_scales", each)};
     sums = {layout.add<float>("block_sums", each)};
     starts = {layout.add<std::int32_t>("block_starts", each)};
-    row_scale = {layout.add<float>("row_scales", rows)};
-  }
-
-  PanelInput at(std::byte* base, std::int64_t row) const {
-    return {codes.at(base) + row * row_bytes, plane,
-            scales.at(base) + row * blocks,   sums.at(base) + row * blocks,
-            starts.at(base) + row * blocks,   row_scale.at(base)[row]};
+    inputs = {layout.add<PanelInput>("panel_inputs", rows)};
   }
 };
 
 struct PanelBuffers : LayerBuffers {
   InputRows routed_in, routed_mid_in, shared_in, shared_mid_in;
   Buffer<float> row;           // per thread [K]
-  Buffer<std::byte> gathered;  // per thread [gather, codes of routed_in]
-  std::int64_t gather = 0;     // tokens whose codes are copied side by side; 0: the multiply takes any rows
+  Buffer<PanelInput> listed;   // per thread [list]
+  Buffer<std::byte> gathered;  // per thread [list, codes of routed_in], if gather
+  std::int64_t list = 0;       // rows of an expert that are looked up at once
+  bool gather = false;  // whether their codes are copied side by side; else the multiply takes any rows
 
   PanelBuffers(Isa isa, const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout)
       : LayerBuffers(spec, options, layout) {
@@ -83,9 +82,12 @@ struct PanelBuffers : LayerBuffers {
     routed_in = inputs("routed_in", spec.scheme, may_be_static ? slots : tokens, spec.hidden);
     routed_mid_in = inputs("routed_mid_in", spec.scheme, slots, spec.intermediate);
     row = {layout.add<float>("row", threads * (k + 128))};
-    if (isa == Isa::amx) gather = std::min<std::int64_t>(options.max_tokens, 4 * kPanelTokens);
+    gather = isa == Isa::amx;
+    list = gather ? std::min<std::int64_t>(options.max_tokens, 4 * kPanelTokens) : options.max_tokens;
+    const auto rows = threads * static_cast<std::size_t>(list);
+    listed = {layout.add<PanelInput>("listed_inputs", rows)};
     gathered = {
-        layout.add<std::byte>("gathered", threads * static_cast<std::size_t>(gather * routed_in.row_bytes))};
+        layout.add<std::byte>("gathered", gather ? rows * static_cast<std::size_t>(routed_in.row_bytes) : 0)};
     if (spec.shared.intermediate == 0) return;
     shared_in = inputs("shared_in", spec.shared.scheme, tokens, spec.hidden);
     shared_mid_in = inputs("shared_mid_in", spec.shared.scheme, tokens, spec.shared.intermediate);
@@ -132,46 +134,52 @@ class PanelThread : LayerThread {
       code_activations(kernels_, act, range, scratch_, row_, k);
     else if (act.value.stored())
       (act.value == formats::f16 ? inputs_.round_f16 : inputs_.round_bf16)(row_, k);
-    rows.row_scale.at(base_)[to] = act.quantized() && !rows.by_block ? scratch_.scales[0] : 1.0f;
-    float* scales = rows.scales.at(base_) + to * rows.blocks;
-    if (rows.by_block) std::copy_n(scratch_.scales, rows.blocks, scales);
     std::byte* codes = rows.codes.at(base_) + to * rows.row_bytes;
+    float* scales = rows.scales.at(base_) + to * rows.blocks;
+    float* sums = rows.sums.at(base_) + to * rows.blocks;
+    std::int32_t* starts = rows.starts.at(base_) + to * rows.blocks;
+    PanelInput& in = rows.inputs.at(base_)[to];
+    in = {codes, scales, sums, starts, 0, act.quantized() && !rows.by_block ? scratch_.scales[0] : 1.0f};
+    if (rows.by_block) std::copy_n(scratch_.scales, rows.blocks, scales);
     switch (rows.form) {
       case PanelForm::limbs1:
       case PanelForm::limbs2:
-        return to_bytes(rows, codes, scales, to);
+        in.start = to_bytes(rows, codes, scales, sums, starts);
+        return;
       case PanelForm::pairs: {
         const float one = 1.0f, zero = 0.0f;
         return kernels_[formats::bf16].encode(row_, rows.k, rows.k, &one, &zero, codes);
       }
       case PanelForm::floats:
-        return to_floats(rows, codes, scales, to);
+        return to_floats(rows, codes, scales, sums);
     }
   }
 
-  void to_bytes(const InputRows& rows, std::byte* codes, float* scales, std::int64_t to) {
+  /// Returns the sum of the starts.
+  std::int32_t to_bytes(const InputRows& rows, std::byte* codes, float* scales, float* sums,
+                        std::int32_t* starts) {
     auto* bytes = reinterpret_cast<std::int8_t*>(codes);
-    std::int32_t* starts = rows.starts.at(base_) + to * rows.blocks;
-    float* sums = rows.sums.at(base_) + to * rows.blocks;
     float* units = rows.by_block ? scratch_.zeros : scales;  // of blocks or chunks
     float factor = 1;                                        // of the blocks' scales
     if (rows.form == PanelForm::limbs2) {
-      inputs_.fixed_point(row_, rows.k, rows.by_block ? rows.block : kPanelChunk, rows.block, bytes,
-                          bytes + rows.plane, units, starts);
+      inputs_.fixed_point(row_, rows.k, rows.by_block ? rows.block : kPanelChunk, rows.block, bytes, units,
+                          starts);
     } else {
       factor = rows.activation.value == formats::e2m1 ? 0.5f : 1.0f;
       inputs_.to_bytes(row_, rows.k, rows.block, 1 / factor, bytes, starts);
     }
+    std::int32_t start = 0;
     for (std::int64_t b = 0; b < rows.blocks; ++b) {
       if (rows.by_block) scales[b] *= rows.form == PanelForm::limbs2 ? units[b] : factor;
       sums[b] = static_cast<float>(starts[b]);
       starts[b] *= -rows.offset;
+      start += starts[b];
     }
+    return start;
   }
 
-  void to_floats(const InputRows& rows, std::byte* codes, const float* scales, std::int64_t to) {
+  void to_floats(const InputRows& rows, std::byte* codes, const float* scales, float* sums) {
     auto* out = reinterpret_cast<float*>(codes);
-    float* sums = rows.sums.at(base_) + to * rows.blocks;
     for (std::int64_t b = 0; b < rows.blocks; ++b) {
       float sum = 0;
       for (std::int64_t i = b * rows.block; i < (b + 1) * rows.block; ++i) {
@@ -221,9 +229,10 @@ class PanelThread : LayerThread {
   }
 
   void gate_up() {
-    for_each_run(b_.taken.at(base_)[0], spec_.intermediate, spec_.shared.intermediate,
+    for_each_run(0, spec_.intermediate, spec_.shared.intermediate,
                  [&](const Job& job, std::int64_t begin, std::int64_t end) {
-                   const std::int64_t most = in_.gather != 0 && job.slot != nullptr ? in_.gather : job.rows;
+                   // A job has more rows than there are tokens if some chose their expert twice.
+                   const std::int64_t most = job.slot == nullptr ? job.rows : in_.list;
                    for (std::int64_t token = 0; token < job.rows; token += most)
                      gate_up(job, token, std::min(token + most, job.rows), begin, end);
                    // Who does the last panels of an expert rounds its rows.
@@ -234,22 +243,28 @@ class PanelThread : LayerThread {
                  });
   }
 
+  /// Rows [from, to) of a job's inputs.
+  const PanelInput* job_inputs(const Job& job, std::int64_t from, std::int64_t to) {
+    const InputRows& rows = job.routed ? in_.routed_in : in_.shared_in;
+    const PanelInput* all = rows.inputs.at(base_);
+    if (job.slot == nullptr) return all + job.first + from;
+    PanelInput* list = in_.listed.at(base_) + static_cast<std::int64_t>(thread_) * in_.list;
+    std::byte* codes =
+        in_.gathered.at(base_) + static_cast<std::int64_t>(thread_) * in_.list * rows.row_bytes;
+    for (std::int64_t i = from; i < to; ++i, codes += rows.row_bytes) {
+      PanelInput& in = list[i - from];
+      in = all[input_row(job, i)];
+      if (!in_.gather) continue;
+      std::copy_n(in.codes, rows.row_bytes, codes);
+      in.codes = codes;
+    }
+    return list;
+  }
+
   /// Panels [begin, end) by rows [from, to) of a job.
   void gate_up(const Job& job, std::int64_t from, std::int64_t to, std::int64_t begin, std::int64_t end) {
     const InputRows& inputs = job.routed ? in_.routed_in : in_.shared_in;
-    const bool gather = in_.gather != 0 && job.slot != nullptr;
-    std::byte* gathered =
-        in_.gathered.at(base_) + static_cast<std::int64_t>(thread_) * in_.gather * inputs.row_bytes;
-    const auto input = [&](std::int64_t i) {
-      PanelInput in = inputs.at(base_, input_row(job, i));
-      if (gather) in.codes = gathered + (i - from) * inputs.row_bytes;
-      return in;
-    };
-    if (gather)
-      for (std::int64_t i = from; i < to; ++i)
-        std::copy_n(inputs.at(base_, input_row(job, i)).codes, inputs.row_bytes,
-                    gathered + (i - from) * inputs.row_bytes);
-
+    const PanelInput* in = job_inputs(job, from, to);
     const PackedMatrix &gate = job.ffn->gate, &up = job.ffn->up;
     const PanelShape gate_shape = tuned_shape(gate), up_shape = tuned_shape(up);
     const PanelMultiply gate_kernel = kernel(gate, inputs), up_kernel = kernel(up, inputs);
@@ -263,15 +278,14 @@ class PanelThread : LayerThread {
     for (std::int64_t at = begin; at < end; at += batch)
       for (std::int64_t token = from, left = calls; left > 0; --left) {
         const std::int64_t rows = (to - token + left - 1) / left;
-        PanelInput in[kPanelTokens];
-        for (std::int64_t i = 0; i < rows; ++i) in[i] = input(token + i);
         for (std::int64_t panel = at; panel < std::min(at + batch, end); ++panel) {
           float* y = out[0] + (panel - at) * kPanelRows;
           if (gate_kernel == up_kernel) {
-            gate_kernel(gate_shape, gate.data + panel * pair, apart, 2, in, rows, y, width, kUp);
+            gate_kernel(gate_shape, gate.data + panel * pair, apart, 2, in + (token - from), rows, y, width,
+                        kUp);
           } else {  // their scales have different formats
-            gate_kernel(gate_shape, gate.data + panel * pair, 0, 1, in, rows, y, width, 0);
-            up_kernel(up_shape, up.data + panel * pair, 0, 1, in, rows, y + kUp, width, 0);
+            gate_kernel(gate_shape, gate.data + panel * pair, 0, 1, in + (token - from), rows, y, width, 0);
+            up_kernel(up_shape, up.data + panel * pair, 0, 1, in + (token - from), rows, y + kUp, width, 0);
           }
         }
         const std::int64_t first = at * kPanelRows,
@@ -307,8 +321,7 @@ class PanelThread : LayerThread {
         const auto panels = static_cast<int>(std::min<std::int64_t>(2, end - panel));
         for (std::int64_t token = 0, left = (job.rows + kPanelTokens - 1) / kPanelTokens; left > 0; --left) {
           const std::int64_t rows = (job.rows - token + left - 1) / left;
-          PanelInput in[kPanelTokens];
-          for (std::int64_t i = 0; i < rows; ++i) in[i] = inputs.at(base_, job.first + token + i);
+          const PanelInput* in = inputs.inputs.at(base_) + job.first + token;
           float* out = job.out + token * hidden_k_ + first;  // H is padded to whole panels
           multiply(shape, matrix.data + panel * apart, apart, panels, in, rows, out, hidden_k_, kPanelRows);
           const std::int64_t count = std::min(panels * kPanelRows, spec_.hidden - first);
@@ -318,7 +331,7 @@ class PanelThread : LayerThread {
         }
       }
     };
-    for_each_run(b_.taken.at(base_)[1], spec_.hidden, spec_.hidden, run);
+    for_each_run(1, spec_.hidden, spec_.hidden, run);
   }
 
   const PanelBuffers& in_;

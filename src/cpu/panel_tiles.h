@@ -1,16 +1,78 @@
 #pragma once
 /// \file
-/// Chunks of panels multiplied by AMX: a unit of a panel is a row of a tile of weights, a token's activations
-/// are a row of the other. For *.lanes.cpp files only.
+/// The multiply over panels by AMX. Chunks of two panels are decoded once into the innermost cache: a unit of
+/// a panel is a row of a tile of weights, a token's activations are a row of the other. For *.lanes.cpp files
+/// only.
 
-#include "cpu/panel_chunk.h"
+#include "cpu/panel_kernel.h"
+
+#if defined(__AMX_TILE__)
 
 namespace gatefold::GATEFOLD_ISA {
 namespace {
 
+inline constexpr int kPanels = 2;
 inline constexpr std::int64_t kTileRows = 32;  // tokens of two tiles
 
-#if defined(__AMX_TILE__)
+/// A chunk of kPanels panels, decoded.
+template <class A>
+struct Chunk {
+  static constexpr std::int64_t kBlocks = kPanelChunk / kLeastPanelBlock;
+  static constexpr std::int64_t kCodes = kPanelChunk / A::kColumns;
+  const std::byte* units[kPanels];  // of 64 bytes
+  std::int64_t blocks = 0, block_units = 0;
+  alignas(64) float scales[kPanels][kBlocks][kPanelRows];
+  alignas(64) float zeros[kPanels][kBlocks][kPanelRows];
+  alignas(64) std::byte codes[kPanels][kCodes][64];
+};
+
+/// Decodes one panel's part of a chunk.
+template <class K>
+void decode_chunk(const PanelShape& shape, Blocks& panel, int p, Chunk<typename K::A>& chunk) {
+  using V = typename K::V;
+  const V values{};
+  auto* codes = chunk.codes[p];
+  for (std::int64_t b = 0; b < chunk.blocks; ++b) {
+    panel.enter(shape);
+    const std::byte* next = panel.next;
+    for (const std::byte* end = next + shape.value_bytes; next < end; next += V::kBytes) {
+      typename K::Unit units[K::kUnits];
+      K::decode(values, next, units);
+      for (const auto& unit : units) store_codes(*codes++, unit);
+    }
+    panel.next = next;
+    if constexpr (K::kScaled) store_rows(chunk.scales[p][b], block_scales<K::kScale>(panel.scales));
+    if constexpr (K::kZeroPoints) store_rows(chunk.zeros[p][b], zero_points(panel.zeros));
+  }
+}
+
+/// What comes next, fetched while a chunk is multiplied: a little for every unit, as a burst would wait for
+/// itself.
+struct TileAhead {
+  const std::byte* next = nullptr;
+  std::int64_t apart = 0;  // of panels
+  std::int64_t step = 0;   // bytes of each per unit
+
+  void fetch(std::int64_t units) {
+    for (const std::byte* end = next + units * step; next < end; next += 64)
+      for (int p = 0; p < kPanels; ++p) __builtin_prefetch(next + p * apart);
+  }
+};
+
+/// Totals lie in memory as they are: f32, or integers in their place.
+inline void store_total(float* p, Rows total) {
+  store_rows(p, total);
+}
+inline void store_total(float* p, Ints total) {
+  store_rows(p, as_float(total));
+}
+template <class A>
+typename A::Total load_total(const float* p) {
+  if constexpr (A::kIntegers)
+    return as_ints(load_rows(p));
+  else
+    return load_rows(p);
+}
 
 /// Tiles 0 to 3: sums of 16 tokens and 16 rows, [2 of tokens][2 panels]. 4, 5: weights. 6, 7: activations.
 inline void configure_tiles(std::int64_t tokens) {
@@ -21,15 +83,16 @@ inline void configure_tiles(std::int64_t tokens) {
   load_tile_config(config);
 }
 
-/// Tiles 0 to 3 += 16 units of weights a step by tokens.
+/// Tiles 0 to 3 += units of weights, 16 a step, by tokens.
 template <class A>
 void multiply_tiles(const Chunk<A>& chunk, std::int64_t first, std::int64_t units, const std::byte* x,
-                    std::int64_t stride, std::int64_t tokens) {
+                    std::int64_t stride, std::int64_t tokens, TileAhead& ahead) {
   const auto pitch = static_cast<std::size_t>(stride);
-  for (std::int64_t u = 0; u < units; u += 16) {
+  for (std::int64_t u = 0; u < units; u += 16, x += A::position(16 * A::kColumns)) {
     _tile_loadd(4, chunk.units[0] + (first + u) * 64, 64);
     _tile_loadd(5, chunk.units[1] + (first + u) * 64, 64);
-    _tile_loadd(6, x + u * 4, pitch);
+    _tile_loadd(6, x, pitch);
+    ahead.fetch(16);
     if constexpr (A::kBytes) {
       _tile_dpbsud(0, 6, 4);
       _tile_dpbsud(1, 6, 5);
@@ -38,7 +101,7 @@ void multiply_tiles(const Chunk<A>& chunk, std::int64_t first, std::int64_t unit
       _tile_dpbf16ps(1, 6, 5);
     }
     if (tokens <= 16) continue;
-    _tile_loadd(7, x + 16 * stride + u * 4, pitch);
+    _tile_loadd(7, x + 16 * stride, pitch);
     if constexpr (A::kBytes) {
       _tile_dpbsud(2, 7, 4);
       _tile_dpbsud(3, 7, 5);
@@ -70,10 +133,11 @@ class Tiles {
 /// equal distances.
 template <class A>
 void multiply_chunk_by_tiles(Tiles& tiles, const Chunk<A>& chunk, const PanelInput* inputs,
-                             std::int64_t tokens, std::int64_t b, std::int64_t number,
+                             std::int64_t tokens, std::int64_t b, std::int64_t number, TileAhead ahead,
                              float (*totals)[kPanels][kPanelRows]) {
   const std::int64_t stride = tokens > 1 ? inputs[1].codes - inputs[0].codes : 64;
-  const std::byte* x = inputs[0].codes + b * chunk.block_units * 4;
+  const std::int64_t block = chunk.block_units * A::kColumns;
+  const std::byte* x = inputs[0].codes + A::position(b * block);
   tiles.configure(tokens);
   if constexpr (A::kPlain) {  // totals stay in the tiles for the whole chunk
     constexpr int pitch = sizeof(*totals);
@@ -83,7 +147,7 @@ void multiply_chunk_by_tiles(Tiles& tiles, const Chunk<A>& chunk, const PanelInp
       _tile_loadd(2, totals[16][0], pitch);
       _tile_loadd(3, totals[16][1], pitch);
     }
-    multiply_tiles(chunk, 0, chunk.blocks * chunk.block_units, x, stride, tokens);
+    multiply_tiles(chunk, 0, chunk.blocks * chunk.block_units, x, stride, tokens, ahead);
     _tile_stored(0, totals[0][0], pitch);
     _tile_stored(1, totals[0][1], pitch);
     if (tokens > 16) {
@@ -103,7 +167,7 @@ void multiply_chunk_by_tiles(Tiles& tiles, const Chunk<A>& chunk, const PanelInp
         _tile_zero(2);
         _tile_zero(3);
         multiply_tiles(chunk, i * chunk.block_units, chunk.block_units,
-                       x + l * inputs[0].plane + i * chunk.block_units * 4, stride, tokens);
+                       x + l * kLimbColumns + A::position(i * block), stride, tokens, ahead);
         _tile_stored(0, sums[l][0], 64);
         _tile_stored(1, sums[l][1], 64);
         if (tokens <= 16) continue;
@@ -134,11 +198,69 @@ void multiply_chunk_by_tiles(Tiles& tiles, const Chunk<A>& chunk, const PanelInp
   }
 }
 
-#else
+/// kPanels panels by any number of tokens up to kPanelTokens.
+template <class K>
+void by_tiles(Tiles& tiles, const PanelShape& shape, const std::byte* first, std::int64_t apart,
+              const PanelInput* inputs, std::int64_t tokens, float* out, std::int64_t stride,
+              std::int64_t out_apart) {
+  using A = typename K::A;
+  alignas(64) float totals[kPanelTokens][kPanels][kPanelRows];
+  for (std::int64_t t = 0; t < tokens; ++t)
+    for (float* total : totals[t]) store_total(total, K::first_total(inputs[t]));
+  Blocks at[kPanels];
+  for (int p = 0; p < kPanels; ++p) at[p] = Blocks(shape, first + p * apart);
+  Chunk<A> chunk;
+  const std::int64_t chunk_blocks = kPanelChunk / shape.block;
+  chunk.block_units = shape.block / K::kColumns;
+  const std::int64_t rounds = (tokens + kTileRows - 1) / kTileRows;
+  for (std::int64_t b = 0, number = 0; b < shape.blocks; b += chunk_blocks, ++number) {
+    chunk.blocks = std::min(chunk_blocks, shape.blocks - b);
+    const std::byte* begin = at[0].next;
+    for (int p = 0; p < kPanels; ++p) {
+      if constexpr (K::kDecoded) {
+        chunk.units[p] = at[p].next;
+        at[p].next += static_cast<std::size_t>(chunk.blocks) * shape.value_bytes;
+      } else {
+        chunk.units[p] = chunk.codes[p][0];
+        decode_chunk<K>(shape, at[p], p, chunk);
+      }
+    }
+    const bool last = b + chunk_blocks >= shape.blocks;
+    if (last)
+      for (std::int64_t t = 0; t < tokens; ++t)
+        for (int p = 0; p < kPanels; ++p) __builtin_prefetch(out + t * stride + p * out_apart, 1);
+    // The next chunk, or that of the next panels, is fetched while this one is multiplied.
+    const std::int64_t units = chunk.blocks * chunk.block_units * K::kLimbs;
+    TileAhead ahead{at[0].next + (last ? (kPanels - 1) * apart : 0), at[kPanels - 1].next - at[0].next,
+                    (at[0].next - begin + rounds * units - 1) / (rounds * units)};
+    std::int64_t token = 0;
+    for (std::int64_t left = rounds; left > 0; --left) {
+      const std::int64_t m = (tokens - token + left - 1) / left;
+      multiply_chunk_by_tiles<A>(tiles, chunk, inputs + token, m, b, number, ahead, totals + token);
+      ahead.next += units * ahead.step;
+      token += m;
+    }
+  }
+  for (int p = 0; p < kPanels; ++p)
+    for (std::int64_t t = 0; t < tokens; ++t)
+      K::store(shape, first + p * apart, inputs[t], load_total<A>(totals[t][p]),
+               out + t * stride + p * out_apart);
+}
 
-struct Tiles {};
-
-#endif
+/// Panels by any number of tokens up to kPanelTokens.
+template <class K>
+void by_tiles(const PanelShape& shape, const std::byte* first, std::int64_t apart, int panels,
+              const PanelInput* inputs, std::int64_t tokens, float* out, std::int64_t stride,
+              std::int64_t out_apart) {
+  Tiles tiles;
+  for (int panel = 0; panel < panels; panel += kPanels) {
+    const bool alone = panels - panel < kPanels;  // then it is computed twice
+    by_tiles<K>(tiles, shape, first + panel * apart, alone ? 0 : apart, inputs, tokens,
+                out + panel * out_apart, stride, alone ? 0 : out_apart);
+  }
+}
 
 }  // namespace
 }  // namespace gatefold::GATEFOLD_ISA
+
+#endif

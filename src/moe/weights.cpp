@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include "format/matrix.h"
+#include "format/numa.h"
 #include "moe/kernel.h"
 
 namespace gatefold {
@@ -54,6 +55,9 @@ Status check_vectors(const MoeSpec& spec, const LayerVectors& v) {
 class Packer {
  public:
   Packer(const WeightLayout& layout, std::byte* memory) : layout_(layout), next_(memory) {}
+
+  /// Where the next expert goes.
+  std::byte* next() const { return next_; }
 
   Status pack(const ExpertSource& source, const char* which, int expert, SchemeId scheme, std::int64_t hidden,
               std::int64_t intermediate, Ffn& ffn) {
@@ -149,6 +153,7 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
   int with_static = 0;
   for (int e = 0; e < spec.experts; ++e) {
     Ffn& ffn = state->routed[e];
+    prefer_node(packer.next(), each, e % numa_nodes());  // whose threads take it first
     if (Status status = packer.pack(routed, "routed", e, spec.scheme, spec.hidden, spec.intermediate, ffn);
         !status.ok())
       return status;
