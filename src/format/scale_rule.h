@@ -84,7 +84,8 @@ GroupScale group_scale(const Operand& o, GroupRange range, const TensorScale& tw
     const float step = std::isinf(width) ? range.high / limit - range.low / limit : width / limit;
     const float scale = round_to<S>(step);
     if (scale == 0) return {};
-    return {scale, decode<formats::uint4>(encode<formats::uint4>(-range.low / scale))};
+    const float zero = round_to<formats::uint4>(-range.low / scale);
+    return {scale, zero};
   }
 }
 
