@@ -26,7 +26,7 @@ ONLY = {
     r"immintrin\.h|\b_mm\d*_|\b__m\d{3}": r"src/cpu/|.*\.isa\.cpp",
     r"cblas": r"src/model/|tests/",
     r"\basm\b": r"src/cpu/|src/cuda/",
-    r"<<<|<cuda\w*\.h>": r"src/cuda/|tests/cuda/",
+    r"<<<|<cuda\w*\.h>": r"(src|tests|benchmarks)/cuda/",
     r"\b(abort|exit)\(|\b(printf|cout|cerr)\b|fmt::print": r"tools/|tests/|examples/|benchmarks/",
 }
 

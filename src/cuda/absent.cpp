@@ -1,5 +1,5 @@
-// The functions of gatefold/cuda.h in a build without CUDA.
-#include "gatefold/cuda.h"
+// The functions of gatefold/cuda*.h in a build without CUDA.
+#include "gatefold/cuda_quantize.h"
 
 namespace gatefold::cuda {
 namespace {
@@ -25,6 +25,14 @@ Status fill(void*, unsigned char, std::size_t, Stream) {
   return absent();
 }
 Status synchronize(Stream) {
+  return absent();
+}
+
+Result<ActivationLayout> activation_layout(SchemeId, std::int64_t, std::int64_t) {
+  return absent();
+}
+Status quantize_activations(SchemeId, const QuantizeInputs&, const QuantizeOutputs&, std::span<std::byte>,
+                            Stream) {
   return absent();
 }
 

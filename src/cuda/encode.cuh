@@ -1,0 +1,109 @@
+#pragma once
+/// \file
+/// f32 to the codes of a narrow format on the device: what codec.h says, faster. Each function has the
+/// codec's bits for every finite number; tests/cuda/quantize_test.cu compares them.
+
+#include <cstdint>
+
+#include "gatefold/codec.h"
+
+namespace gatefold::cuda {
+
+/// Two numbers to e4m3 or e5m2, `low` in bits 0..7.
+template <Format F>
+__device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
+  std::uint16_t codes;
+  if constexpr (F == formats::e4m3)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+
+/// Sign-extended.
+__device__ __forceinline__ std::uint32_t encode_int8(float x) {
+  std::uint32_t code;
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(code) : "f"(x));
+  return code;
+}
+
+/// The e2m1 code of |x|. Added to 2^22 times the power of two below it (1 at least), a number is
+/// rounded to halves of that power, to even; sum bits 0..2 count them, bits 23 and up the power. The 6 makes
+/// both start at 0.
+__device__ __forceinline__ std::uint32_t encode_e2m1_magnitude(float x) {
+  const float magnitude = fminf(fabsf(x), 6.0f);
+  const std::uint32_t power = max(__float_as_uint(magnitude) & 0x7f800000u, 0x3f800000u);
+  const std::uint32_t sum = __float_as_uint(magnitude + __uint_as_float(power + (22u << 23) + 6));
+  return (sum + (sum >> 22)) & 7;
+}
+
+/// kCount numbers to packed codes, the first in the lowest bits. NaN must be positive.
+template <Format F, int kCount>
+__device__ __forceinline__ void encode_packed(const float (&x)[kCount],
+                                              std::uint32_t (&packed)[kCount * F.bits / 32]) {
+  constexpr int per_word = 32 / F.bits;
+#pragma unroll
+  for (int word = 0; word < kCount / per_word; ++word) {
+    const float* in = x + word * per_word;
+    std::uint32_t bits = 0;
+    if constexpr (F == formats::e4m3 || F == formats::e5m2) {
+      bits = encode_pair<F>(in[0], in[1]) | encode_pair<F>(in[2], in[3]) << 16;
+    } else {
+#pragma unroll
+      for (int i = 0; i < per_word; ++i) {
+        if constexpr (F == formats::e2m1) {
+          const std::uint32_t sign = __float_as_uint(in[i]) >> 31 << 3;
+          bits |= (encode_e2m1_magnitude(in[i]) | sign) << (4 * i);
+        } else if constexpr (F == formats::int8) {
+          bits |= (encode_int8(in[i]) & 0xff) << (8 * i);
+        } else {
+          bits |= encode<F>(in[i]) << (F.bits * i);
+        }
+      }
+    }
+    packed[word] = bits;
+  }
+}
+
+/// x / scale for many x, near enough for codes of at most 8 bits: rounded as IEEE division does, wherever
+/// that decides between two codes. Without its cases, as most of them cannot occur here.
+///
+/// With r = 1 / d rounded, q = x * r is off by 2 ulp at most. A Newton step leaves less than 1 ulp, a second
+/// one rounds correctly (Markstein). Where x has at most 11 significant bits (bf16, f16), one is enough: its
+/// relative error before the last rounding is below 2^-45. That could only differ from division if x / d lay
+/// within 2^-45 of the middle of two floats beside a number m of at most 8 bits, where two codes meet: x *
+/// 2^a = d * (m * 2^24 + 1) + j, with integers x, d < 2^24 and a small j. Taken modulo powers of two, this
+/// leaves only powers of two for x and m, and d = 2^24 - 1; there the step is exact.
+class Divider {
+ public:
+  /// Under a scale of 0, finite numbers become 0.
+  explicit __device__ __forceinline__ Divider(float scale)
+      : shift_(scale > 0x1p60f || scale == 0 ? 0x1p-64f : (scale < 0x1p-60f ? 0x1p64f : 1.0f)),
+        divisor_(scale == 0 ? 0x1p100f : scale * shift_),
+        reciprocal_(1.0f / divisor_),
+        zero_(scale == 0) {}
+
+  /// Whether quotient() may be used for finite 16-bit numbers up to amax: nothing overflows.
+  __device__ __forceinline__ bool fits(float amax) const { return shift_ == 1.0f && amax < 0x1p60f; }
+  __device__ __forceinline__ float quotient(float x) const {
+    const float q = x * reciprocal_;
+    return copysignf(step(q, x), x);  // the step makes 0 of -0
+  }
+  /// Any x. NaN is positive.
+  __device__ __forceinline__ float any_quotient(float x) const {
+    const float shifted = x * shift_;
+    const float q = shifted * reciprocal_;
+    const float rounded = copysignf(step(step(q, shifted), shifted), x);
+    const float other = zero_ || isnan(q) ? __uint_as_float(0x7fffffffu) : q;
+    return fabsf(q) < 0x1p100f ? rounded : other;
+  }
+
+ private:
+  __device__ __forceinline__ float step(float q, float x) const {
+    return fmaf(fmaf(-q, divisor_, x), reciprocal_, q);
+  }
+  float shift_, divisor_, reciprocal_;
+  bool zero_;
+};
+
+}  // namespace gatefold::cuda
