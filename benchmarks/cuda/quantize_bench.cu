@@ -17,6 +17,7 @@ namespace {
 __global__ void move_bytes(const uint4* from, std::size_t reads, uint4* to, std::size_t writes) {
   const std::size_t stride = static_cast<std::size_t>(gridDim.x) * blockDim.x;
   uint4 sum{};
+#pragma unroll 4
   for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < reads;
        i += stride) {
     const uint4 x = __ldcs(from + i);
@@ -26,26 +27,36 @@ __global__ void move_bytes(const uint4* from, std::size_t reads, uint4* to, std:
   if (reads >= writes && sum.x == 0x12345678 && sum.y == 0x9abcdef0) to[0] = sum;
 }
 
-/// Median time of one call in microseconds. Each call works on another of several copies, so that data comes
-/// from memory.
+/// Time of one call in microseconds: the median over replays of a graph of several calls, which work on
+/// copies in turn, so that data comes from memory.
 template <class Call>
-double median_us(Call&& call) {
-  constexpr int kRounds = 40;
+double graph_us(int calls, Call&& call) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
   cudaEvent_t begin, end;
+  cudaStreamCreate(&stream);
   cudaEventCreate(&begin);
   cudaEventCreate(&end);
+  cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+  for (int i = 0; i < calls; ++i) call(i, stream);
+  cudaStreamEndCapture(stream, &graph);
+  if (cudaGraphInstantiate(&replay, graph) != cudaSuccess) return 0;
   std::vector<float> times;
-  for (int i = -5; i < kRounds; ++i) {
-    cudaEventRecord(begin);
-    call(i + 5);
-    cudaEventRecord(end);
+  for (int i = -3; i < 21; ++i) {
+    cudaEventRecord(begin, stream);
+    cudaGraphLaunch(replay, stream);
+    cudaEventRecord(end, stream);
     cudaEventSynchronize(end);
     float ms = 0;
     cudaEventElapsedTime(&ms, begin, end);
     if (i >= 0) times.push_back(ms * 1000);
   }
-  std::nth_element(times.begin(), times.begin() + kRounds / 2, times.end());
-  return times[kRounds / 2];
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2] / calls;
 }
 
 int run(std::int64_t rows, std::int64_t k) {
@@ -72,7 +83,7 @@ int run(std::int64_t rows, std::int64_t k) {
   for (int copy = 0; copy < copies; ++copy)
     if (!cuda::copy(inputs->data() + copy * input_bytes, numbers.data(), input_bytes).ok()) return 1;
 
-  std::printf("%s, %ld x %ld bf16, median of 40, %d copies in turn\n", device->name.c_str(),
+  std::printf("%s, %ld x %ld bf16, graphs, %d copies in turn\n", device->name.c_str(),
               static_cast<long>(rows), static_cast<long>(k), copies);
   std::printf("%-44s%9s%9s%11s%8s\n", "activation", "us", "TB/s", "bare us", "bare/it");
   std::vector<Operand> seen;
@@ -86,18 +97,18 @@ int run(std::int64_t rows, std::int64_t k) {
     const std::size_t reads = passes * input_bytes;
     const std::size_t writes = layout->value_bytes + layout->scale_bytes + layout->token_scale_bytes;
     auto* token_scales = workspace->as<float>() + 1024;
-    const double us = median_us([&](int i) {
+    const double us = graph_us(2 * copies, [&](int i, cudaStream_t stream) {
       const std::size_t at = i % copies * input_bytes;
       const Status status = cuda::quantize_activations(
           id, {.x = {inputs->data() + at, DType::bf16, rows, k}, .rows = rows},
           {.values = outputs->data() + at, .scales = scales->data(), .token_scales = token_scales},
-          {workspace->data(), 4096});
+          {workspace->data(), 4096}, stream);
       if (!status.ok()) std::printf("%s\n", status.message().c_str());
     });
     // The second pass has its own input in the bare copy too: it may not count on the cache.
-    const double bare = median_us([&](int i) {
+    const double bare = graph_us(2 * (copies - 1), [&](int i, cudaStream_t stream) {
       const int first = i % (copies - 1);
-      move_bytes<<<132 * 16, 512>>>(
+      move_bytes<<<132 * 4, 512, 0, stream>>>(
           reinterpret_cast<const uint4*>(inputs->data() + first * input_bytes), reads / 16,
           reinterpret_cast<uint4*>(outputs->data() + first * input_bytes), writes / 16);
     });

@@ -27,7 +27,7 @@
 namespace gatefold::cuda {
 
 /// Bytes of the result of `rows` rows, and of the workspace. Errors: a scheme that leaves activations in 16
-/// bit, odd k for 4-bit codes, rows or k beyond 2^31 - 1.
+/// bit, odd k for 4-bit codes, rows or k of 2^30 and more.
 struct ActivationLayout {
   std::int64_t row_bytes = 0;   ///< of values
   std::int64_t scale_cols = 0;  ///< scales per row

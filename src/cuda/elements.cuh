@@ -21,11 +21,11 @@ struct Elements {
 
   /// Numbers `begin` .. `begin + kCount` of a row of k, those from k on as 0. `wide`: the row is aligned to
   /// 16 bytes, and k a multiple of kCount.
-  __device__ __forceinline__ void load(const std::byte* row, std::int64_t begin, std::int64_t k, bool wide) {
+  __device__ __forceinline__ void load(const std::byte* row, int begin, int k, bool wide) {
 #pragma unroll
     for (std::uint32_t& word : words) word = 0;
     if (begin >= k) return;
-    const std::byte* from = row + begin * (F.bits / 8);
+    const std::byte* from = row + static_cast<std::int64_t>(begin) * (F.bits / 8);
     if (wide) {
 #pragma unroll
       for (int i = 0; i < kWords; i += 4) {
@@ -59,8 +59,16 @@ struct Elements {
     }
   }
 
-  /// The largest magnitude, NaN and Inf left out; `finite` becomes false if there are such.
-  __device__ __forceinline__ float amax(bool& finite) const {
+  /// The largest finite magnitude, and whether there is a NaN or Inf.
+  struct Range {
+    float amax;
+    bool finite;
+    __device__ __forceinline__ void include(const Range& other) {
+      amax = fmaxf(amax, other.amax);
+      finite = finite && other.finite;
+    }
+  };
+  __device__ __forceinline__ Range range() const {
     constexpr std::uint32_t inf = ((1u << F.exponent_bits) - 1) << F.mantissa_bits;
     std::uint32_t largest = 0;
     if constexpr (F.bits == 32) {
@@ -72,17 +80,23 @@ struct Elements {
       for (const std::uint32_t word : words) both = __vmaxu2(both, word & 0x7fff7fffu);
       largest = max(both & 0xffffu, both >> 16);
     }
-    if (largest >= inf) {
-      finite = false;
-      largest = 0;
-      for (const std::uint32_t word : words)
-        for (int half = 0; half < 32 / F.bits; ++half) {
-          const std::uint32_t magnitude = word >> (F.bits % 32 * half) & ((1u << (F.bits - 1)) - 1);
-          if (magnitude < inf) largest = max(largest, magnitude);
-        }
-    }
-    Elements<F, 32 / F.bits> one{};
-    one.words[0] = largest;
+    if (largest < inf) return {value(largest), true};
+    largest = 0;
+#pragma unroll
+    for (const std::uint32_t word : words)
+#pragma unroll
+      for (int half = 0; half < 32 / F.bits; ++half) {
+        const std::uint32_t magnitude = word >> (F.bits % 32 * half) & ((1u << (F.bits - 1)) - 1);
+        if (magnitude < inf) largest = max(largest, magnitude);
+      }
+    return {value(largest), false};
+  }
+
+ private:
+  /// Of a code in the low bits.
+  static __device__ __forceinline__ float value(std::uint32_t code) {
+    Elements<F, 32 / F.bits> one;
+    one.words[0] = code;
     return one[0];
   }
 };

@@ -65,32 +65,46 @@ __device__ __forceinline__ void encode_packed(const float (&x)[kCount],
   }
 }
 
-/// x / scale for many x, near enough for codes of at most 8 bits: rounded as IEEE division does, wherever
-/// that decides between two codes. Without its cases, as most of them cannot occur here.
+/// x / scale for many x of at most 11 significant bits (bf16, f16), near enough for codes of at most 8 bits:
+/// rounded as IEEE division does, wherever that decides between two codes.
 ///
-/// With r = 1 / d rounded, q = x * r is off by 2 ulp at most. A Newton step leaves less than 1 ulp, a second
-/// one rounds correctly (Markstein). Where x has at most 11 significant bits (bf16, f16), one is enough: its
-/// relative error before the last rounding is below 2^-45. That could only differ from division if x / d lay
-/// within 2^-45 of the middle of two floats beside a number m of at most 8 bits, where two codes meet: x *
-/// 2^a = d * (m * 2^24 + 1) + j, with integers x, d < 2^24 and a small j. Taken modulo powers of two, this
-/// leaves only powers of two for x and m, and d = 2^24 - 1; there the step is exact.
-class Divider {
+/// With r = 1 / d rounded, q = x * r is off by 2 ulp at most, and after a Newton step the relative error is
+/// below 2^-45 before the last rounding. That could only differ from division if x / d lay within 2^-45 of
+/// the middle of two floats beside a number m of at most 8 bits, where two codes meet: x * 2^a = d * (m *
+/// 2^24 + 1) + j, with integers x, d < 2^24 and a small j. Taken modulo powers of two, this leaves only
+/// powers of two for x and m, and d = 2^24 - 1, the one significand whose reciprocal is not rounded correctly
+/// here either; fits() refuses it.
+class ShortDivider {
  public:
-  /// Under a scale of 0, finite numbers become 0.
-  explicit __device__ __forceinline__ Divider(float scale)
+  explicit __device__ __forceinline__ ShortDivider(float scale) : scale_(scale) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal_) : "f"(scale));
+    reciprocal_ = fmaf(fmaf(-scale, reciprocal_, 1.0f), reciprocal_, reciprocal_);
+  }
+  /// Whether it may be used for finite numbers up to amax.
+  __device__ __forceinline__ bool fits(float amax) const {
+    return fmaxf(scale_, amax) < 0x1p60f && scale_ > 0x1p-60f && (~__float_as_uint(scale_) & 0x7fffff) != 0;
+  }
+  __device__ __forceinline__ float quotient(float x) const {
+    const float q = x * reciprocal_;
+    return fmaf(-fmaf(q, scale_, -x), reciprocal_, q);  // the signs keep -0
+  }
+
+ private:
+  float scale_, reciprocal_;
+};
+
+/// The same for any x and any scale that is not negative. Under a scale of 0, finite numbers become 0. NaN is
+/// positive. Two Newton steps round correctly (Markstein), after scale and x have been moved from where they
+/// lose bits.
+class AnyDivider {
+ public:
+  explicit __device__ __forceinline__ AnyDivider(float scale)
       : shift_(scale > 0x1p60f || scale == 0 ? 0x1p-64f : (scale < 0x1p-60f ? 0x1p64f : 1.0f)),
         divisor_(scale == 0 ? 0x1p100f : scale * shift_),
         reciprocal_(1.0f / divisor_),
         zero_(scale == 0) {}
 
-  /// Whether quotient() may be used for finite 16-bit numbers up to amax: nothing overflows.
-  __device__ __forceinline__ bool fits(float amax) const { return shift_ == 1.0f && amax < 0x1p60f; }
   __device__ __forceinline__ float quotient(float x) const {
-    const float q = x * reciprocal_;
-    return copysignf(step(q, x), x);  // the step makes 0 of -0
-  }
-  /// Any x. NaN is positive.
-  __device__ __forceinline__ float any_quotient(float x) const {
     const float shifted = x * shift_;
     const float q = shifted * reciprocal_;
     const float rounded = copysignf(step(step(q, shifted), shifted), x);

@@ -25,7 +25,7 @@ Status check_pointers(const Operand& operand, const QuantizeInputs& inputs, cons
 
 Result<ActivationLayout> activation_layout(SchemeId id, std::int64_t rows, std::int64_t k) {
   const Scheme& row = scheme(id);
-  constexpr std::int64_t limit = std::int64_t{1} << 31;
+  constexpr std::int64_t limit = std::int64_t{1} << 30;
   if (!row.quantizes_activations())
     return Status(Code::invalid_argument, fmt::format("scheme {} leaves activations in 16 bit", row.name));
   if (rows < 0 || k <= 0 || rows >= limit || k >= limit)
@@ -67,9 +67,9 @@ Status quantize_activations(SchemeId id, const QuantizeInputs& inputs, const Qua
   const std::int64_t share = operand.value.bits == 4 ? 16 : 8;
   const QuantizeArgs args{.x = static_cast<const std::byte*>(x.data),
                           .rows = inputs.rows,
-                          .k = x.cols,
                           .row_bytes = layout->row_bytes,
                           .scale_cols = layout->scale_cols,
+                          .k = static_cast<int>(x.cols),
                           .gather = inputs.gather,
                           .gather_divisor = inputs.gather_divisor,
                           .wide = aligned(x.data) && aligned(outputs.values) && x.cols % share == 0,

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstddef>
 
 #include "cuda/elements.cuh"
@@ -14,24 +15,20 @@ struct ActivationTag {
   static constexpr Operand operand = scheme(kScheme).activation;
 };
 
-/// Numbers that a thread holds of one row: kVectors times kCount.
+/// Numbers that a thread holds of one row: kVectors times kCount, which become 8 bytes. A block reads kShare
+/// times its threads at once; longer rows take several chunks.
+constexpr int kShare = 16;
 template <class Activation>
 struct Share {
-  static constexpr int kCount = Activation::operand.value.bits == 4 ? 16 : 8;
-  static constexpr int kVectors = 32 / kCount;
+  static constexpr int kCount = 64 / Activation::operand.value.bits;
+  static constexpr int kVectors = kShare / kCount;
 };
+constexpr int kMostThreads = 512;
 
-/// threads x share numbers of a row; longer rows are read in several chunks.
-struct Block {
-  int threads;  ///< per row: whole warps
-  int rows;
-};
-
-template <int kShare>
-constexpr Block block_for(std::int64_t k) {
-  const std::int64_t warps = (k + 32 * kShare - 1) / (32 * kShare);
-  const int threads = warps < 16 ? static_cast<int>(warps) * 32 : 512;
-  return {threads, threads < 256 ? 256 / threads : 1};
+dim3 block_for(int k) {
+  const int warps = (k - 1) / (32 * kShare) + 1;
+  const int threads = std::min(warps * 32, kMostThreads);
+  return dim3(static_cast<unsigned>(threads), static_cast<unsigned>(std::max(1, 256 / threads)));
 }
 
 /// The largest of a number >= 0 over the threads of a row, for all of them. All threads of the block must
@@ -65,21 +62,19 @@ __device__ __forceinline__ const std::byte* input_row(const QuantizeArgs& args, 
 /// First pass of one scale per tensor: the largest magnitude of some rows, one result per block. It goes
 /// backwards: the second pass then finds what was read last in the L2 cache.
 template <class Input>
-__global__ void __launch_bounds__(512) tensor_amax(const QuantizeArgs args) {
-  constexpr int kCount = 8;
-  float largest = 0;
-  const std::int64_t vectors = (args.k + kCount - 1) / kCount;
+__global__ void __launch_bounds__(kMostThreads) tensor_amax(const QuantizeArgs args) {
+  using Vector = Elements<Input::format, 8>;
+  typename Vector::Range range{0, true};
   for (std::int64_t row = args.rows - 1 - blockIdx.x; row >= 0; row -= gridDim.x) {
     const std::byte* x = input_row(args, row, Input::format.bits / 8);
 #pragma unroll 4
-    for (std::int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-      Elements<Input::format, kCount> elements;
-      bool finite = true;
-      elements.load(x, v * kCount, args.k, args.wide);
-      largest = fmaxf(largest, elements.amax(finite));
+    for (int begin = threadIdx.x * 8; begin < args.k; begin += blockDim.x * 8) {
+      Vector elements;
+      elements.load(x, begin, args.k, args.wide);
+      range.include(elements.range());
     }
   }
-  largest = row_max(largest);
+  const float largest = row_max(range.amax);
   if (threadIdx.x == 0) args.partials[blockIdx.x] = largest;
 }
 
@@ -99,15 +94,15 @@ __device__ __forceinline__ void store_scale(std::byte* scales, std::int64_t at, 
 
 /// kCount codes of a row from number `begin` on, those before k.
 template <int kBits, int kCount>
-__device__ __forceinline__ void store_codes(std::byte* row, std::int64_t begin, std::int64_t k, bool wide,
+__device__ __forceinline__ void store_codes(std::byte* row, int begin, int k, bool wide,
                                             const std::uint32_t (&packed)[kCount * kBits / 32]) {
   static_assert(kCount * kBits == 64);
-  std::byte* to = row + begin * kBits / 8;
+  std::byte* to = row + static_cast<std::int64_t>(begin) * kBits / 8;
   if (wide) {
     *reinterpret_cast<uint2*>(to) = {packed[0], packed[1]};
     return;
   }
-  const std::int64_t bytes = min(static_cast<std::int64_t>(8), (k - begin) * kBits / 8);
+  const int bytes = min(kCount, k - begin) * kBits / 8;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     if (i < bytes) to[i] = static_cast<std::byte>(packed[i / 4] >> (i % 4 * 8));
@@ -115,98 +110,94 @@ __device__ __forceinline__ void store_codes(std::byte* row, std::int64_t begin, 
 
 /// x / scale as codes of F.
 template <Format F, Format kInput, int kCount>
-__device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& x, float scale, float amax,
-                                                bool finite, std::uint32_t (&packed)[kCount * F.bits / 32]) {
-  const Divider divider(scale);
+__device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& x, float scale,
+                                                const typename Elements<kInput, kCount>::Range& range,
+                                                std::uint32_t (&packed)[kCount * F.bits / 32]) {
   float quotients[kCount];
-  if (kInput.bits == 16 && finite && divider.fits(amax)) {
+  if (const ShortDivider divider(scale); kInput.bits == 16 && range.finite && divider.fits(range.amax)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) quotients[i] = divider.quotient(x[i]);
   } else {
+    const AnyDivider any(scale);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) quotients[i] = divider.any_quotient(x[i]);
+    for (int i = 0; i < kCount; ++i) quotients[i] = any.quotient(x[i]);
   }
   encode_packed<F, kCount>(quotients, packed);
 }
 
 /// One row per blockDim.x threads.
 template <class Activation, class Input>
-__global__ void __launch_bounds__(512) quantize_rows(const QuantizeArgs args) {
+__global__ void __launch_bounds__(kMostThreads) quantize_rows(const QuantizeArgs args) {
   constexpr Operand kOperand = Activation::operand;
   constexpr Format kValue = kOperand.value, kScale = kOperand.scale;
   constexpr int kCount = Share<Activation>::kCount, kVectors = Share<Activation>::kVectors;
   constexpr bool kPerTensor = kOperand.group.n == 0, kWhole = kOperand.group.k == 0;
   constexpr bool kTwoLevel = kOperand.tensor_scale.stored();
+  using Vector = Elements<Input::format, kCount>;
 
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool mine = row < args.rows;  // the others of the block come along to the barriers
-  const std::int64_t k = mine ? args.k : 0;
+  const int k = mine ? args.k : 0;
   const std::byte* x = mine ? input_row(args, row, Input::format.bits / 8) : nullptr;
-  const auto begin = [&](std::int64_t chunk, int v) {
-    return ((chunk * kVectors + v) * blockDim.x + threadIdx.x) * kCount;
+  const int chunk_size = static_cast<int>(blockDim.x) * kShare;
+  Vector elements[kVectors];
+  const auto begin = [&](int chunk, int v) {
+    return chunk * chunk_size + static_cast<int>(v * blockDim.x + threadIdx.x) * kCount;
   };
-  Elements<Input::format, kCount> elements[kVectors];
-  const auto load = [&](std::int64_t chunk) {
+  const auto load = [&](int chunk) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) elements[v].load(x, begin(chunk, v), k, args.wide);
   };
 
   // What holds for the whole row. Chunks are read from the last to the first, which stays in registers.
-  const TensorScale* fixed = nullptr;
-  if constexpr (kPerTensor || kTwoLevel)
-    if (args.static_scales != nullptr && mine)
-      fixed = args.static_scales + (args.static_index != nullptr ? args.static_index[row] : 0);
-  const std::int64_t chunk_size = static_cast<std::int64_t>(blockDim.x) * kVectors * kCount;
-  const std::int64_t chunks = (args.k + chunk_size - 1) / chunk_size;
+  const int chunks = (args.k - 1) / chunk_size + 1;
+  const bool dynamic = args.static_scales == nullptr;
   float amax = 0;
-  if constexpr (kPerTensor) {
-    load(0);
-    if (args.static_scales == nullptr) amax = largest_partial(args.partials, args.rows);
-  } else if (kWhole || (kTwoLevel && args.static_scales == nullptr)) {
-    for (std::int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+  if ((kWhole || kTwoLevel) && !kPerTensor && dynamic) {
+    typename Vector::Range range{0, true};
+    for (int chunk = chunks - 1; chunk >= 0; --chunk) {
       load(chunk);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        bool finite = true;
-        amax = fmaxf(amax, elements[v].amax(finite));
-      }
+      for (int v = 0; v < kVectors; ++v) range.include(elements[v].range());
     }
-    amax = row_max(amax);
+    amax = row_max(range.amax);
   } else {
     load(0);
+    if (kPerTensor && dynamic) amax = largest_partial(args.partials, args.rows);
   }
   if (!mine) return;  // whole warps
 
   float scale = 0;
   TensorScale two_level;
+  if constexpr (kPerTensor || kTwoLevel)
+    if (!dynamic) two_level = args.static_scales[args.static_index != nullptr ? args.static_index[row] : 0];
   if constexpr (kWhole) {
-    scale = fixed != nullptr ? fixed->apply(1.0f) : whole_scale<kScale>(kOperand, amax);
+    scale = kPerTensor && !dynamic ? two_level.apply(1.0f) : whole_scale<kScale>(kOperand, amax);
     if (threadIdx.x == 0) store_scale<kScale>(args.scales, row, scale);
   } else if constexpr (kTwoLevel) {
-    two_level = fixed != nullptr ? *fixed : TensorScale{tensor_scale(kOperand, amax), false};
+    if (dynamic) two_level = {tensor_scale(kOperand, amax), false};
     if (threadIdx.x == 0)
       args.token_scales[row] = two_level.divides ? 1.0f / two_level.value : two_level.value;
   }
 
   std::byte* values = args.values + row * args.row_bytes;
-  for (std::int64_t chunk = 0;;) {
+  std::byte* scales = args.scales + row * args.scale_cols * (kScale.bits / 8);
+  for (int chunk = 0;;) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      bool finite = true;
-      float largest = elements[v].amax(finite);
+      const int first = begin(chunk, v);
+      const typename Vector::Range range = elements[v].range();
       if constexpr (!kWhole) {
         constexpr int group = kOperand.group.k;
         static_assert(group % kCount == 0 && 32 % (group / kCount) == 0, "a group is some lanes of a warp");
-        const float stored =
-            group_scale<kScale>(kOperand, {0, group_max<group / kCount>(largest)}, two_level).scale;
-        if (begin(chunk, v) % group == 0 && begin(chunk, v) < k)
-          store_scale<kScale>(args.scales, row * args.scale_cols + begin(chunk, v) / group, stored);
+        const float largest = group_max<group / kCount>(range.amax);
+        const float stored = group_scale<kScale>(kOperand, {0, largest}, two_level).scale;
+        if (first % group == 0 && first < k) store_scale<kScale>(scales, first / group, stored);
         scale = two_level.apply(stored);
       }
-      std::uint32_t packed[kCount * kValue.bits / 32];
-      encode_elements<kValue>(elements[v], scale, largest, finite, packed);
-      if (begin(chunk, v) < k)
-        store_codes<kValue.bits, kCount>(values, begin(chunk, v), k, args.wide, packed);
+      std::uint32_t packed[2];
+      encode_elements<kValue>(elements[v], scale, range, packed);
+      if (first < k) store_codes<kValue.bits, kCount>(values, first, k, args.wide, packed);
     }
     if (++chunk == chunks) break;
     load(chunk);
@@ -217,13 +208,11 @@ template <class Activation, class Input>
 void launch(const QuantizeArgs& args, cudaStream_t stream) {
   if (Activation::operand.group.n == 0 && args.static_scales == nullptr) {
     const auto blocks = static_cast<unsigned>(args.rows < kPartials ? args.rows : kPartials);
-    tensor_amax<Input><<<blocks, 512, 0, stream>>>(args);
+    tensor_amax<Input><<<blocks, kMostThreads, 0, stream>>>(args);
   }
-  const Block block = block_for<Share<Activation>::kCount * Share<Activation>::kVectors>(args.k);
-  const auto blocks = static_cast<unsigned>((args.rows + block.rows - 1) / block.rows);
-  quantize_rows<Activation, Input>
-      <<<blocks, dim3(static_cast<unsigned>(block.threads), static_cast<unsigned>(block.rows)), 0, stream>>>(
-          args);
+  const dim3 block = block_for(args.k);
+  const auto blocks = static_cast<unsigned>((args.rows + block.y - 1) / block.y);
+  quantize_rows<Activation, Input><<<blocks, block, 0, stream>>>(args);
 }
 
 /// Several rows of the table round activations alike: the first of them has the kernel.

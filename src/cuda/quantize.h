@@ -13,7 +13,8 @@ inline constexpr int kPartials = 512;
 
 struct QuantizeArgs {
   const std::byte* x;
-  std::int64_t rows, k, row_bytes, scale_cols;
+  std::int64_t rows, row_bytes, scale_cols;
+  int k;
   const std::int32_t* gather;
   std::int32_t gather_divisor;
   bool wide;  ///< rows of x and of the result can be accessed 16 bytes at a time

@@ -55,6 +55,18 @@ struct GroupRange {
   constexpr float amax() const { return -low > high ? -low : high; }
 };
 
+/// amax / limit. The device leaves out the special cases of division: limits are integers below 2^9, so that
+/// no quotient comes near the middle of two floats, and one Newton step rounds it correctly.
+GATEFOLD_HD constexpr float over_limit(float amax, float limit) {
+#if defined(__CUDA_ARCH__)
+  const float reciprocal = 1.0f / limit;
+  const float q = amax * reciprocal;
+  return fmaf(fmaf(-q, limit, amax), reciprocal, q);
+#else
+  return amax / limit;
+#endif
+}
+
 /// The f32 of a two-level operand (one per matrix or token) from its amax.
 GATEFOLD_HD constexpr float tensor_scale(const Operand& o, float amax) {
   const float scale = amax / static_cast<float>(o.value.max() * o.scale.max());
@@ -70,7 +82,7 @@ GATEFOLD_HD constexpr GroupScale group_scale(const Operand& o, GroupRange range,
   const auto limit = static_cast<float>(o.value.max());
   const float amax = range.amax();
   if constexpr (S == formats::ue4m3) {
-    const float block = amax / limit;
+    const float block = over_limit(amax, limit);
     return {round_to<S>(two_level.divides ? block * two_level.value : block / two_level.value), 0};
   } else if constexpr (S == formats::ue8m0) {
     if (amax == 0) return {};
@@ -79,7 +91,7 @@ GATEFOLD_HD constexpr GroupScale group_scale(const Operand& o, GroupRange range,
   } else {
     if (amax == 0) return {};
     if (!o.zero_point.stored()) {
-      const float scale = round_to<S>(amax / limit);
+      const float scale = round_to<S>(over_limit(amax, limit));
       return scale == 0 ? GroupScale{} : GroupScale{scale, 0};
     }
     const float width = range.high - range.low;
