@@ -1,6 +1,4 @@
 // Activation quantization on the GPU against a bare copy of as many bytes: quantize_bench [ROWS K]
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +7,7 @@
 
 #include "gatefold/codec.h"
 #include "gatefold/cuda_quantize.h"
+#include "graph_time.h"
 
 namespace gatefold {
 namespace {
@@ -25,38 +24,6 @@ __global__ void move_bytes(const uint4* from, std::size_t reads, uint4* to, std:
     if (i < writes) to[i] = x;
   }
   if (reads >= writes && sum.x == 0x12345678 && sum.y == 0x9abcdef0) to[0] = sum;
-}
-
-/// Time of one call in microseconds: the median over replays of a graph of several calls, which work on
-/// copies in turn, so that data comes from memory.
-template <class Call>
-double graph_us(int calls, Call&& call) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  cudaEvent_t begin, end;
-  cudaStreamCreate(&stream);
-  cudaEventCreate(&begin);
-  cudaEventCreate(&end);
-  cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
-  for (int i = 0; i < calls; ++i) call(i, stream);
-  cudaStreamEndCapture(stream, &graph);
-  if (cudaGraphInstantiate(&replay, graph) != cudaSuccess) return 0;
-  std::vector<float> times;
-  for (int i = -3; i < 21; ++i) {
-    cudaEventRecord(begin, stream);
-    cudaGraphLaunch(replay, stream);
-    cudaEventRecord(end, stream);
-    cudaEventSynchronize(end);
-    float ms = 0;
-    cudaEventElapsedTime(&ms, begin, end);
-    if (i >= 0) times.push_back(ms * 1000);
-  }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2] / calls;
 }
 
 int run(std::int64_t rows, std::int64_t k) {

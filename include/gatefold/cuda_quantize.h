@@ -44,6 +44,8 @@ struct QuantizeInputs {
   /// top_k.
   const std::int32_t* gather = nullptr;  ///< [rows], or nullptr: row i
   int gather_divisor = 1;
+  /// How many rows there are, known on the device only: rows from it on are left alone. nullptr: `rows`.
+  const std::int32_t* row_count = nullptr;
   /// Static scales (operands with one f32 per tensor, or per token beside block scales; ignored by the
   /// others): that of row i is static_scales[static_index[i]], or static_scales[0] if there is no index.
   const TensorScale* static_scales = nullptr;

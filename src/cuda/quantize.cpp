@@ -72,6 +72,7 @@ Status quantize_activations(SchemeId id, const QuantizeInputs& inputs, const Qua
                           .k = static_cast<int>(x.cols),
                           .gather = inputs.gather,
                           .gather_divisor = inputs.gather_divisor,
+                          .row_count = inputs.row_count,
                           .wide = aligned(x.data) && aligned(outputs.values) && x.cols % share == 0,
                           .static_scales = inputs.static_scales,
                           .static_index = inputs.static_index,

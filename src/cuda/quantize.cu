@@ -53,6 +53,10 @@ __device__ __forceinline__ float group_max(float x) {
   return x;
 }
 
+__device__ __forceinline__ std::int64_t rows_of(const QuantizeArgs& args) {
+  return args.row_count != nullptr ? min(static_cast<std::int64_t>(*args.row_count), args.rows) : args.rows;
+}
+
 __device__ __forceinline__ const std::byte* input_row(const QuantizeArgs& args, std::int64_t row,
                                                       int element_bytes) {
   const std::int64_t from = args.gather != nullptr ? args.gather[row] / args.gather_divisor : row;
@@ -65,7 +69,7 @@ template <class Input>
 __global__ void __launch_bounds__(kMostThreads) tensor_amax(const QuantizeArgs args) {
   using Vector = Elements<Input::format, 8>;
   typename Vector::Range range{0, true};
-  for (std::int64_t row = args.rows - 1 - blockIdx.x; row >= 0; row -= gridDim.x) {
+  for (std::int64_t row = rows_of(args) - 1 - blockIdx.x; row >= 0; row -= gridDim.x) {
     const std::byte* x = input_row(args, row, Input::format.bits / 8);
 #pragma unroll 4
     for (int begin = threadIdx.x * 8; begin < args.k; begin += blockDim.x * 8) {
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(kMostThreads) quantize_rows(const QuantizeArgs
   using Vector = Elements<Input::format, kCount>;
 
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool mine = row < args.rows;  // the others of the block come along to the barriers
+  const bool mine = row < rows_of(args);  // the others of the block come along to the barriers
   const int k = mine ? args.k : 0;
   const std::byte* x = mine ? input_row(args, row, Input::format.bits / 8) : nullptr;
   const int chunk_size = static_cast<int>(blockDim.x) * kShare;

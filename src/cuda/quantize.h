@@ -17,6 +17,7 @@ struct QuantizeArgs {
   int k;
   const std::int32_t* gather;
   std::int32_t gather_divisor;
+  const std::int32_t* row_count;
   bool wide;  ///< rows of x and of the result can be accessed 16 bytes at a time
   const TensorScale* static_scales;
   const std::int32_t* static_index;

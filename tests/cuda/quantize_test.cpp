@@ -240,6 +240,28 @@ TEST_F(CudaQuantize, GathersRows) {
   });
 }
 
+TEST_F(CudaQuantize, RowsMayBeCountedOnTheDevice) {
+  for_each_activation([](SchemeId id) {
+    const Rows all = make_rows(DType::bf16, 20, 64, 8);
+    Rows some = all;
+    some.rows = 13;
+    const Expected expected = on_the_cpu(id, some, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, {});
+    const auto layout = cuda::activation_layout(id, 20, 64);
+    const DeviceVector<std::byte> input(all.data), values(layout->value_bytes, 0xAB),
+        scales(layout->scale_bytes);
+    const DeviceVector<std::byte> workspace(layout->workspace_bytes);
+    const DeviceVector<float> token_scales(20);
+    const DeviceVector<std::int32_t> count(std::vector<std::int32_t>{13});
+    ASSERT_TRUE(cuda::quantize_activations(
+                    id, {.x = all.view(input.data()), .rows = 20, .row_count = count.data()},
+                    {values.data(), scales.data(), token_scales.data()}, {workspace.data(), workspace.size()})
+                    .ok());
+    Bytes wanted = expected.values;
+    wanted.resize(layout->value_bytes, std::byte{0xAB});
+    EXPECT_EQ(values.host(), wanted);
+  });
+}
+
 TEST_F(CudaQuantize, StaticScales) {
   const std::vector<TensorScale> scales = {{0.013f, false}, {57.0f, true}, {1e-30f, false}, {3e30f, false}};
   std::vector<std::int32_t> index;
