@@ -31,7 +31,8 @@ int run() {
   };
   constexpr int most_tokens = 16384, most_experts = 1024, most_k = 8;
   auto logits = cuda::Memory::allocate(std::size_t{4} * most_tokens * most_experts, "logits");
-  auto slots = cuda::Memory::allocate(std::size_t{32} * most_tokens * most_k, "slots");
+  auto slots = cuda::Memory::allocate(
+      std::size_t{4} * (8 * most_tokens * most_k + most_tokens * most_experts / 64), "slots");
   if (!logits || !slots) return 1;
   std::vector<float> numbers(std::size_t{most_tokens} * most_experts);
   std::mt19937 random(1);
@@ -60,7 +61,8 @@ int run() {
                                          .slot_position = buffer(3),
                                          .sorted_slots = buffer(4),
                                          .active_experts = buffer(5),
-                                         .active_count = buffer(6)}};
+                                         .active_count = buffer(6)},
+                                 .block_counts = buffer(7)};
       std::printf("%8.2f", graph_us(20, [&](int, cudaStream_t stream) {
                     const Status status = cuda::route(args, stream);
                     if (!status.ok()) std::printf("%s\n", status.message().c_str());

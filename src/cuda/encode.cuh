@@ -27,14 +27,28 @@ __device__ __forceinline__ std::uint32_t encode_int8(float x) {
   return code;
 }
 
-/// The e2m1 code of |x|. Added to 2^22 times the power of two below it (1 at least), a number is
-/// rounded to halves of that power, to even; sum bits 0..2 count them, bits 23 and up the power. The 6 makes
-/// both start at 0.
+/// The e2m1 code of |x| in bits 0..2; the others are anything. Added to 2^22 times the power of two below it
+/// (1 at least), a number is rounded to halves of that power, to even; sum bits 0..2 count them, bits 23 and
+/// up the power. The 6 makes both start at 0.
 __device__ __forceinline__ std::uint32_t encode_e2m1_magnitude(float x) {
   const float magnitude = fminf(fabsf(x), 6.0f);
   const std::uint32_t power = max(__float_as_uint(magnitude) & 0x7f800000u, 0x3f800000u);
   const std::uint32_t sum = __float_as_uint(magnitude + __uint_as_float(power + (22u << 23) + 6));
-  return (sum + (sum >> 22)) & 7;
+  return sum + (sum >> 22);
+}
+
+/// Eight numbers to e2m1. Codes are shifted in from above, one after the other; then sign bits go over bits
+/// 3, 7, ...
+__device__ __forceinline__ std::uint32_t encode_e2m1_word(const float* x) {
+  std::uint32_t magnitudes = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) magnitudes = __funnelshift_r(magnitudes, encode_e2m1_magnitude(x[i]), 4);
+  const auto top_bytes = [&](int first) {  // of x[first], x[first + 2], x[first + 4], x[first + 6]
+    const auto bits = [&](int i) { return __float_as_uint(x[first + i]); };
+    return __byte_perm(__byte_perm(bits(0), bits(2), 0x0073), __byte_perm(bits(4), bits(6), 0x0073), 0x5410);
+  };
+  const std::uint32_t even = top_bytes(0) >> 4 & 0x08080808u, odd = top_bytes(1) & 0x80808080u;
+  return (magnitudes & 0x77777777u) | even | odd;
 }
 
 /// kCount numbers to packed codes, the first in the lowest bits. NaN must be positive.
@@ -46,15 +60,14 @@ __device__ __forceinline__ void encode_packed(const float (&x)[kCount],
   for (int word = 0; word < kCount / per_word; ++word) {
     const float* in = x + word * per_word;
     std::uint32_t bits = 0;
-    if constexpr (F == formats::e4m3 || F == formats::e5m2) {
+    if constexpr (F == formats::e2m1) {
+      bits = encode_e2m1_word(in);
+    } else if constexpr (F == formats::e4m3 || F == formats::e5m2) {
       bits = encode_pair<F>(in[0], in[1]) | encode_pair<F>(in[2], in[3]) << 16;
     } else {
 #pragma unroll
       for (int i = 0; i < per_word; ++i) {
-        if constexpr (F == formats::e2m1) {
-          const std::uint32_t sign = __float_as_uint(in[i]) >> 31 << 3;
-          bits |= (encode_e2m1_magnitude(in[i]) | sign) << (4 * i);
-        } else if constexpr (F == formats::int8) {
+        if constexpr (F == formats::int8) {
           bits |= (encode_int8(in[i]) & 0xff) << (8 * i);
         } else {
           bits |= encode<F>(in[i]) << (F.bits * i);

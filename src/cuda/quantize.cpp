@@ -70,6 +70,7 @@ Status quantize_activations(SchemeId id, const QuantizeInputs& inputs, const Qua
                           .row_bytes = layout->row_bytes,
                           .scale_cols = layout->scale_cols,
                           .k = static_cast<int>(x.cols),
+                          .chunks = 0,
                           .gather = inputs.gather,
                           .gather_divisor = inputs.gather_divisor,
                           .row_count = inputs.row_count,

@@ -15,18 +15,20 @@ struct ActivationTag {
   static constexpr Operand operand = scheme(kScheme).activation;
 };
 
-/// Numbers that a thread holds of one row: kVectors times kCount, which become 8 bytes. A block reads kShare
-/// times its threads at once; longer rows take several chunks.
-constexpr int kShare = 16;
+/// Numbers that a thread holds of one row: kVectors times kCount, which become 8 bytes. Where a row is read
+/// before its scale is known, more of them hide the wait.
 template <class Activation>
 struct Share {
-  static constexpr int kCount = 64 / Activation::operand.value.bits;
-  static constexpr int kVectors = kShare / kCount;
+  static constexpr Operand operand = Activation::operand;
+  static constexpr bool whole_rows = operand.group.k == 0 || operand.tensor_scale.stored();
+  static constexpr int kCount = 64 / operand.value.bits;
+  static constexpr int kVectors = (whole_rows ? 32 : 16) / kCount;
 };
 constexpr int kMostThreads = 512;
 
-dim3 block_for(int k) {
-  const int warps = (k - 1) / (32 * kShare) + 1;
+/// Threads of a row in x, rows in y; a row longer than their shares is read in several chunks.
+dim3 block_for(int k, int share) {
+  const int warps = (k - 1) / (32 * share) + 1;
   const int threads = std::min(warps * 32, kMostThreads);
   return dim3(static_cast<unsigned>(threads), static_cast<unsigned>(std::max(1, 256 / threads)));
 }
@@ -143,26 +145,27 @@ __global__ void __launch_bounds__(kMostThreads) quantize_rows(const QuantizeArgs
   const bool mine = row < rows_of(args);  // the others of the block come along to the barriers
   const int k = mine ? args.k : 0;
   const std::byte* x = mine ? input_row(args, row, Input::format.bits / 8) : nullptr;
-  const int chunk_size = static_cast<int>(blockDim.x) * kShare;
   Vector elements[kVectors];
+  typename Vector::Range ranges[kVectors];
   const auto begin = [&](int chunk, int v) {
-    return chunk * chunk_size + static_cast<int>(v * blockDim.x + threadIdx.x) * kCount;
+    return static_cast<int>((chunk * kVectors + v) * blockDim.x + threadIdx.x) * kCount;
   };
   const auto load = [&](int chunk) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) elements[v].load(x, begin(chunk, v), k, args.wide);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) ranges[v] = elements[v].range();
   };
 
   // What holds for the whole row. Chunks are read from the last to the first, which stays in registers.
-  const int chunks = (args.k - 1) / chunk_size + 1;
   const bool dynamic = args.static_scales == nullptr;
   float amax = 0;
   if ((kWhole || kTwoLevel) && !kPerTensor && dynamic) {
     typename Vector::Range range{0, true};
-    for (int chunk = chunks - 1; chunk >= 0; --chunk) {
+    for (int chunk = args.chunks - 1; chunk >= 0; --chunk) {
       load(chunk);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) range.include(elements[v].range());
+      for (int v = 0; v < kVectors; ++v) range.include(ranges[v]);
     }
     amax = row_max(range.amax);
   } else {
@@ -190,31 +193,32 @@ __global__ void __launch_bounds__(kMostThreads) quantize_rows(const QuantizeArgs
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int first = begin(chunk, v);
-      const typename Vector::Range range = elements[v].range();
       if constexpr (!kWhole) {
         constexpr int group = kOperand.group.k;
         static_assert(group % kCount == 0 && 32 % (group / kCount) == 0, "a group is some lanes of a warp");
-        const float largest = group_max<group / kCount>(range.amax);
+        const float largest = group_max<group / kCount>(ranges[v].amax);
         const float stored = group_scale<kScale>(kOperand, {0, largest}, two_level).scale;
         if (first % group == 0 && first < k) store_scale<kScale>(scales, first / group, stored);
         scale = two_level.apply(stored);
       }
       std::uint32_t packed[2];
-      encode_elements<kValue>(elements[v], scale, range, packed);
+      encode_elements<kValue>(elements[v], scale, ranges[v], packed);
       if (first < k) store_codes<kValue.bits, kCount>(values, first, k, args.wide, packed);
     }
-    if (++chunk == chunks) break;
+    if (++chunk == args.chunks) break;
     load(chunk);
   }
 }
 
 template <class Activation, class Input>
-void launch(const QuantizeArgs& args, cudaStream_t stream) {
+void launch(QuantizeArgs args, cudaStream_t stream) {
+  constexpr int share = Share<Activation>::kVectors * Share<Activation>::kCount;
+  const dim3 block = block_for(args.k, share);
+  args.chunks = (args.k - 1) / (static_cast<int>(block.x) * share) + 1;
   if (Activation::operand.group.n == 0 && args.static_scales == nullptr) {
     const auto blocks = static_cast<unsigned>(args.rows < kPartials ? args.rows : kPartials);
     tensor_amax<Input><<<blocks, kMostThreads, 0, stream>>>(args);
   }
-  const dim3 block = block_for(args.k);
   const auto blocks = static_cast<unsigned>((args.rows + block.y - 1) / block.y);
   quantize_rows<Activation, Input><<<blocks, block, 0, stream>>>(args);
 }

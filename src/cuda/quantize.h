@@ -15,6 +15,7 @@ struct QuantizeArgs {
   const std::byte* x;
   std::int64_t rows, row_bytes, scale_cols;
   int k;
+  int chunks;  ///< of a row: how often a block reads (quantize.cu)
   const std::int32_t* gather;
   std::int32_t gather_divisor;
   const std::int32_t* row_count;

@@ -13,7 +13,7 @@ Status route(const RouteArgs& args, Stream stream) {
   if (args.first_expert < 0 || args.end_expert < args.first_expert || args.end_expert > args.experts)
     return {Code::invalid_argument, fmt::format("experts {} to {} are not a range of {}", args.first_expert,
                                                 args.end_expert, args.experts)};
-  if (args.tokens < 0 || (args.logits == nullptr) == (args.given_ids == nullptr))
+  if (args.tokens < 0 || (args.tokens > 0 && (args.logits == nullptr) == (args.given_ids == nullptr)))
     return {Code::invalid_argument, fmt::format("routing {} tokens needs either logits or ids", args.tokens)};
   return check(launch_route(args, native(stream)), "route tokens");
 }

@@ -39,10 +39,15 @@ struct RouteArgs {
   int first_expert = 0, end_expert = 0;       ///< the experts of this rank: only their slots get positions
   const std::int32_t* token_count = nullptr;  ///< [1], or nullptr: the tokens of this call, at most `tokens`
   RoutedSlots out{};
+  std::int32_t* block_counts = nullptr;  ///< scratch: route_scratch_words
 };
 
+/// Words of scratch for up to so many tokens: 0 up to 128.
+std::size_t route_scratch_words(int tokens, int experts);
+
 /// Scores, selection, ids and weights have the bits of route_token (src/moe/routing.cpp), for every logit,
-/// NaN and Inf included. One launch for up to 64 tokens, else two; no host synchronization. Errors: more than
+/// NaN and Inf included. One launch for up to 128 tokens, else three; no host
+/// synchronization. Errors: more than
 /// kMostExperts or kMostTopK, top_k > experts, a bad range, and what CUDA says of the launch.
 Status route(const RouteArgs& args, Stream stream);
 

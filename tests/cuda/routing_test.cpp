@@ -69,11 +69,13 @@ void same_as_on_the_cpu(const Case& test) {
   const DeviceVector<float> logits(test.logits), bias(test.bias);
   const DeviceVector<std::int32_t> given_ids(test.given_ids), tokens(Ints{test.tokens});
   const auto experts = static_cast<std::size_t>(test.experts);
+  const int most_tokens = std::max(test.tokens, test.most_tokens);
+  const DeviceVector<std::int32_t> scratch(cuda::route_scratch_words(most_tokens, test.experts));
   for (int run = 0; run < 2; ++run) {
     const DeviceVector<std::int32_t> ids(count), offsets(experts + 1), position(count), sorted(count),
         active(experts), active_count(1);
     const DeviceVector<float> weights(count);
-    const Status status = cuda::route({.tokens = std::max(test.tokens, test.most_tokens),
+    const Status status = cuda::route({.tokens = most_tokens,
                                        .experts = test.experts,
                                        .top_k = test.top_k,
                                        .routing = test.routing,
@@ -90,7 +92,8 @@ void same_as_on_the_cpu(const Case& test) {
                                                .slot_position = position.data(),
                                                .sorted_slots = sorted.data(),
                                                .active_experts = active.data(),
-                                               .active_count = active_count.data()}},
+                                               .active_count = active_count.data()},
+                                       .block_counts = scratch.data()},
                                       nullptr);
     ASSERT_TRUE(status.ok()) << status.message();
     ASSERT_EQ(ids.host(), expected.ids);
@@ -109,7 +112,7 @@ void same_as_on_the_cpu(const Case& test) {
   }
 }
 
-constexpr int kTokens[] = {0, 1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 129, 512};
+constexpr int kTokens[] = {0, 1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 129, 512, 513, 1000};
 
 enum class Kind { normal, ties, extreme };
 
@@ -230,7 +233,7 @@ TEST_F(CudaRouting, RangesOfExpertsAndTokensCountedOnTheDevice) {
     for (const auto& [first, end] : {std::pair{0, 12}, {84, 96}, {40, 41}, {10, 10}})
       same_as_on_the_cpu(
           {.tokens = tokens, .experts = 96, .top_k = 8, .logits = logits, .first = first, .end = end});
-    same_as_on_the_cpu({.tokens = tokens, .experts = 96, .top_k = 8, .logits = logits, .most_tokens = 300});
+    same_as_on_the_cpu({.tokens = tokens, .experts = 96, .top_k = 8, .logits = logits, .most_tokens = 3000});
     same_as_on_the_cpu(
         {.tokens = tokens, .experts = 96, .top_k = 8, .logits = logits, .most_tokens = tokens + 1});
   }

@@ -1,0 +1,189 @@
+#pragma once
+/// \file
+/// The experts of one token, by one warp: route_token of src/moe/routing.cpp, bit for bit. Expert e belongs
+/// to lane e % 32, which keeps it in register e / 32.
+
+#include <climits>
+#include <cstdint>
+
+#include "cuda/routing.h"
+#include "format/exponential.h"
+
+namespace gatefold::cuda {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int lane() {
+  return static_cast<int>(threadIdx.x % 32);
+}
+__device__ __forceinline__ int warp() {
+  return static_cast<int>(threadIdx.x / 32);
+}
+__device__ __forceinline__ int warps() {
+  return static_cast<int>(blockDim.x / 32);
+}
+
+/// Unsigned integers in the order of floats that are not NaN; -0 is 0. They are never 0 themselves.
+__device__ __forceinline__ std::uint32_t ordered(float x) {
+  const std::uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
+}
+__device__ __forceinline__ float from_ordered(std::uint32_t key) {
+  return __uint_as_float(key ^ (key >> 31 != 0 ? 0x80000000u : 0xffffffffu));
+}
+
+template <int kPerLane>
+class TokenExperts {
+ public:
+  /// Reads the logits of a token.
+  __device__ __forceinline__ TokenExperts(const RouteArgs& args, int token)
+      : routing_(args.routing), experts_(args.experts) {
+    const float* logits = args.logits + static_cast<std::int64_t>(token) * experts_;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) scores_[i] = expert(i) < experts_ ? logits[expert(i)] : nan();
+    routing_.score == Score::softmax ? softmax() : sigmoid();
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (isnan(scores_[i])) scores_[i] = 0;
+      const bool there = expert(i) < experts_;
+      const float bias = there && args.correction_bias != nullptr ? args.correction_bias[expert(i)] : 0.0f;
+      selection_[i] = there ? scores_[i] + bias : nan();
+    }
+  }
+
+  /// Leaves only the experts of the best groups selectable. `scratch` [E] is this warp's.
+  __device__ __forceinline__ void exclude_groups(float* scratch) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (expert(i) < experts_) scratch[expert(i)] = selection_[i];
+    __syncwarp();
+    const std::uint64_t kept = best_groups(scratch);
+    const int size = experts_ / routing_.groups;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (expert(i) < experts_ && (kept >> (expert(i) / size) & 1) == 0) selection_[i] = nan();
+    __syncwarp();
+  }
+
+  /// The best top_k, ties to the lowest; lane i gets the i-th, and its weight.
+  __device__ __forceinline__ void choose(int top_k, int& id, float& weight) {
+    std::uint32_t keys[kPerLane];  // 0: not selectable (any more)
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) keys[i] = isnan(selection_[i]) ? 0 : ordered(selection_[i]);
+    id = -1;
+    weight = 0;
+    float sum = 0;
+    for (int slot = 0; slot < top_k; ++slot) {
+      std::uint32_t best = 0;
+      int where = INT_MAX;
+#pragma unroll
+      for (int i = kPerLane - 1; i >= 0; --i)
+        if (keys[i] >= best) best = keys[i], where = expert(i);
+      const std::uint32_t highest = __reduce_max_sync(kAllLanes, best);
+      int chosen = __reduce_min_sync(kAllLanes, best == highest ? where : INT_MAX);
+      if (highest == 0) chosen = lowest_but(id);
+      float score = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i)
+        if (expert(i) == chosen) score = scores_[i], keys[i] = 0;
+      score = __shfl_sync(kAllLanes, score, chosen % 32);
+      sum += score;
+      if (lane() == slot) id = chosen, weight = score;
+    }
+    const float norm = routing_.renormalize ? sum + routing_.epsilon : 1.0f;
+    weight = weight / (norm > 0 ? norm : 1.0f) * routing_.scaling_factor;
+  }
+
+ private:
+  static __device__ __forceinline__ int expert(int i) {
+    return i * 32 + lane();
+  }
+  static __device__ __forceinline__ float nan() {
+    return __uint_as_float(0x7fffffffu);
+  }
+  static __device__ __forceinline__ float minus_infinity() {
+    return __uint_as_float(0xff800000u);
+  }
+
+  __device__ __forceinline__ void softmax() {
+    float largest = minus_infinity();
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) largest = fmaxf(largest, scores_[i]);
+    largest = from_ordered(__reduce_max_sync(kAllLanes, ordered(largest)));
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      scores_[i] = exponential(scores_[i] - largest);
+      if (!isnan(scores_[i])) sum += scores_[i];
+    }
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) scores_[i] /= sum;
+  }
+  __device__ __forceinline__ void sigmoid() {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) scores_[i] = 1.0f / (1.0f + exponential(-scores_[i]));
+  }
+
+  /// Only a NaN bias leaves too few experts: then any that is not chosen yet will do.
+  static __device__ __forceinline__ int lowest_but(int chosen_before) {
+    int e = 0;
+    while (__any_sync(kAllLanes, chosen_before == e)) ++e;
+    return e;
+  }
+
+  /// Bit g: group g is one of the best. `share` lanes find the best two of a group together; with more than
+  /// 32 groups each lane has two.
+  __device__ __forceinline__ std::uint64_t best_groups(const float* selection) const {
+    const int size = experts_ / routing_.groups;
+    int share = 1;
+    while (share * 2 * routing_.groups <= 32) share *= 2;
+    const int at_once = 32 / share;
+    float values[2];
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+      const int group = lane() / share + pass * at_once;
+      float best = minus_infinity(), second = best;
+      for (int i = lane() % share; i < size && group < routing_.groups; i += share) {
+        const float value = selection[group * size + i];
+        if (isnan(value)) continue;
+        second = fmaxf(second, fminf(value, best));
+        best = fmaxf(best, value);
+      }
+      for (int distance = 1; distance < share; distance *= 2) {
+        const float other_best = __shfl_xor_sync(kAllLanes, best, distance);
+        const float other_second = __shfl_xor_sync(kAllLanes, second, distance);
+        second = fmaxf(fmaxf(second, other_second), fminf(best, other_best));
+        best = fmaxf(best, other_best);
+      }
+      values[pass] = routing_.group_score == GroupScore::max || size == 1 ? best : best + second;
+    }
+    int better[2] = {0, 0};  // groups
+    for (int other = 0; other < routing_.groups; ++other) {
+      const int from = other % at_once * share;
+      const float first = __shfl_sync(kAllLanes, values[0], from),
+                  second = __shfl_sync(kAllLanes, values[1], from);
+      const float theirs = other < at_once ? first : second;
+#pragma unroll
+      for (int pass = 0; pass < 2; ++pass) {
+        const int group = lane() / share + pass * at_once;
+        better[pass] += theirs > values[pass] || (theirs == values[pass] && other < group);
+      }
+    }
+    std::uint64_t kept = 0;
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+      const unsigned lanes = __ballot_sync(kAllLanes, better[pass] < routing_.top_groups);
+      for (int i = 0; i < at_once; ++i)
+        if (lanes >> (i * share) & 1 && pass * at_once + i < routing_.groups)
+          kept |= std::uint64_t{1} << (pass * at_once + i);
+    }
+    return kept;
+  }
+
+  const Routing& routing_;
+  int experts_;
+  float scores_[kPerLane], selection_[kPerLane];
+};
+
+}  // namespace gatefold::cuda
