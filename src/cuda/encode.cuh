@@ -20,6 +20,15 @@ __device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
   return codes;
 }
 
+/// The value of an e4m3 or ue4m3 code that is not NaN.
+__device__ __forceinline__ float decode_e4m3(std::uint32_t code) {
+  std::uint32_t halves;
+  float value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(code)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<std::uint16_t>(halves)));
+  return value;
+}
+
 /// Sign-extended.
 __device__ __forceinline__ std::uint32_t encode_int8(float x) {
   std::uint32_t code;
@@ -51,31 +60,21 @@ __device__ __forceinline__ std::uint32_t encode_e2m1_word(const float* x) {
   return (magnitudes & 0x77777777u) | even | odd;
 }
 
-/// kCount numbers to packed codes, the first in the lowest bits. NaN must be positive.
-template <Format F, int kCount>
-__device__ __forceinline__ void encode_packed(const float (&x)[kCount],
-                                              std::uint32_t (&packed)[kCount * F.bits / 32]) {
-  constexpr int per_word = 32 / F.bits;
+/// Numbers to the codes of 32 bits, the first in the lowest. NaN must be positive.
+template <Format F>
+__device__ __forceinline__ std::uint32_t encode_word(const float (&x)[32 / F.bits]) {
+  if constexpr (F == formats::e2m1) return encode_e2m1_word(x);
+  if constexpr (F == formats::e4m3 || F == formats::e5m2)
+    return encode_pair<F>(x[0], x[1]) | encode_pair<F>(x[2], x[3]) << 16;
+  std::uint32_t bits = 0;
 #pragma unroll
-  for (int word = 0; word < kCount / per_word; ++word) {
-    const float* in = x + word * per_word;
-    std::uint32_t bits = 0;
-    if constexpr (F == formats::e2m1) {
-      bits = encode_e2m1_word(in);
-    } else if constexpr (F == formats::e4m3 || F == formats::e5m2) {
-      bits = encode_pair<F>(in[0], in[1]) | encode_pair<F>(in[2], in[3]) << 16;
-    } else {
-#pragma unroll
-      for (int i = 0; i < per_word; ++i) {
-        if constexpr (F == formats::int8) {
-          bits |= (encode_int8(in[i]) & 0xff) << (8 * i);
-        } else {
-          bits |= encode<F>(in[i]) << (F.bits * i);
-        }
-      }
-    }
-    packed[word] = bits;
+  for (int i = 0; i < 32 / F.bits; ++i) {
+    if constexpr (F == formats::int8)
+      bits |= (encode_int8(x[i]) & 0xff) << (8 * i);
+    else
+      bits |= encode<F>(x[i]) << (F.bits * i);
   }
+  return bits;
 }
 
 /// x / scale for many x of at most 11 significant bits (bf16, f16), near enough for codes of at most 8 bits:

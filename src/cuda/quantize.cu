@@ -15,20 +15,26 @@ struct ActivationTag {
   static constexpr Operand operand = scheme(kScheme).activation;
 };
 
-/// Numbers that a thread holds of one row: kVectors times kCount, which become 8 bytes. Where a row is read
-/// before its scale is known, more of them hide the wait.
+/// Numbers that a thread holds of one row: kVectors times kCount, which become 8 bytes.
+constexpr int kShare = 32;
 template <class Activation>
 struct Share {
-  static constexpr Operand operand = Activation::operand;
-  static constexpr bool whole_rows = operand.group.k == 0 || operand.tensor_scale.stored();
-  static constexpr int kCount = 64 / operand.value.bits;
-  static constexpr int kVectors = (whole_rows ? 32 : 16) / kCount;
+  static constexpr int kCount = 64 / Activation::operand.value.bits;
+  static constexpr int kVectors = kShare / kCount;
 };
 constexpr int kMostThreads = 512;
 
+/// Blocks of kMostThreads that registers shall leave room for (0: the compiler decides), as measured.
+template <class Activation, class Input>
+constexpr int least_blocks() {
+  constexpr Operand o = Activation::operand;
+  if (Input::format.bits != 16 || o.group.n == 0 || o.tensor_scale.stored()) return 0;
+  return o.group.k == 0 ? 3 : 2;
+}
+
 /// Threads of a row in x, rows in y; a row longer than their shares is read in several chunks.
-dim3 block_for(int k, int share) {
-  const int warps = (k - 1) / (32 * share) + 1;
+dim3 block_for(int k) {
+  const int warps = (k - 1) / (32 * kShare) + 1;
   const int threads = std::min(warps * 32, kMostThreads);
   return dim3(static_cast<unsigned>(threads), static_cast<unsigned>(std::max(1, 256 / threads)));
 }
@@ -114,26 +120,49 @@ __device__ __forceinline__ void store_codes(std::byte* row, int begin, int k, bo
     if (i < bytes) to[i] = static_cast<std::byte>(packed[i / 4] >> (i % 4 * 8));
 }
 
-/// x / scale as codes of F.
+/// x / scale as codes of F, a word at a time.
+template <Format F, class Divider, Format kInput, int kCount>
+__device__ __forceinline__ void encode_quotients(const Elements<kInput, kCount>& x, const Divider& divider,
+                                                 std::uint32_t (&packed)[2]) {
+  constexpr int per_word = 32 / F.bits;
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    float quotients[per_word];
+#pragma unroll
+    for (int i = 0; i < per_word; ++i) quotients[i] = divider.quotient(x[word * per_word + i]);
+    packed[word] = encode_word<F>(quotients);
+  }
+}
+
 template <Format F, Format kInput, int kCount>
 __device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& x, float scale,
                                                 const typename Elements<kInput, kCount>::Range& range,
-                                                std::uint32_t (&packed)[kCount * F.bits / 32]) {
-  float quotients[kCount];
-  if (const ShortDivider divider(scale); kInput.bits == 16 && range.finite && divider.fits(range.amax)) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) quotients[i] = divider.quotient(x[i]);
+                                                std::uint32_t (&packed)[2]) {
+  if (const ShortDivider divider(scale); kInput.bits == 16 && range.finite && divider.fits(range.amax))
+    encode_quotients<F>(x, divider, packed);
+  else
+    encode_quotients<F>(x, AnyDivider(scale), packed);
+}
+
+/// What the codes of a group are multiplied by. The scale is stored at `to`, unless that is nullptr.
+template <class Activation>
+__device__ __forceinline__ float group_scale_of(float amax, const TensorScale& two_level, std::byte* to) {
+  constexpr Operand kOperand = Activation::operand;
+  if constexpr (kOperand.scale == formats::ue4m3) {  // the hardware's e4m3
+    const std::uint32_t code = encode_pair<formats::e4m3>(block_scale(kOperand, amax, two_level), 0);
+    if (to != nullptr) *to = static_cast<std::byte>(code);
+    return two_level.apply(decode_e4m3(code));
   } else {
-    const AnyDivider any(scale);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) quotients[i] = any.quotient(x[i]);
+    const float scale = group_scale<kOperand.scale>(kOperand, {0, amax}, two_level).scale;
+    if (to != nullptr) store_scale<kOperand.scale>(to, 0, scale);
+    return scale;
   }
-  encode_packed<F, kCount>(quotients, packed);
 }
 
 /// One row per blockDim.x threads.
 template <class Activation, class Input>
-__global__ void __launch_bounds__(kMostThreads) quantize_rows(const QuantizeArgs args) {
+__global__ void __launch_bounds__(kMostThreads, least_blocks<Activation, Input>())
+    quantize_rows(const QuantizeArgs args) {
   constexpr Operand kOperand = Activation::operand;
   constexpr Format kValue = kOperand.value, kScale = kOperand.scale;
   constexpr int kCount = Share<Activation>::kCount, kVectors = Share<Activation>::kVectors;
@@ -197,9 +226,9 @@ __global__ void __launch_bounds__(kMostThreads) quantize_rows(const QuantizeArgs
         constexpr int group = kOperand.group.k;
         static_assert(group % kCount == 0 && 32 % (group / kCount) == 0, "a group is some lanes of a warp");
         const float largest = group_max<group / kCount>(ranges[v].amax);
-        const float stored = group_scale<kScale>(kOperand, {0, largest}, two_level).scale;
-        if (first % group == 0 && first < k) store_scale<kScale>(scales, first / group, stored);
-        scale = two_level.apply(stored);
+        const bool first_lane = first % group == 0 && first < k;
+        scale = group_scale_of<Activation>(largest, two_level,
+                                           first_lane ? scales + first / group * (kScale.bits / 8) : nullptr);
       }
       std::uint32_t packed[2];
       encode_elements<kValue>(elements[v], scale, ranges[v], packed);
@@ -212,9 +241,8 @@ __global__ void __launch_bounds__(kMostThreads) quantize_rows(const QuantizeArgs
 
 template <class Activation, class Input>
 void launch(QuantizeArgs args, cudaStream_t stream) {
-  constexpr int share = Share<Activation>::kVectors * Share<Activation>::kCount;
-  const dim3 block = block_for(args.k, share);
-  args.chunks = (args.k - 1) / (static_cast<int>(block.x) * share) + 1;
+  const dim3 block = block_for(args.k);
+  args.chunks = (args.k - 1) / (static_cast<int>(block.x) * kShare) + 1;
   if (Activation::operand.group.n == 0 && args.static_scales == nullptr) {
     const auto blocks = static_cast<unsigned>(args.rows < kPartials ? args.rows : kPartials);
     tensor_amax<Input><<<blocks, kMostThreads, 0, stream>>>(args);

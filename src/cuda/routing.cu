@@ -24,9 +24,10 @@ __device__ __forceinline__ int tokens_of(const RouteArgs& args) {
 
 extern __shared__ std::int32_t shared_words[];  ///< [E] offsets, then [warps, E] counts or, before, scratch
 
-/// Ids and weights of tokens begin + first, begin + first + step, ... before end, by this warp.
+/// Ids and weights of tokens first, first + step, ... before end, by this warp. The ids also go to `copy`
+/// [end, top_k].
 template <int kPerLane>
-__device__ void route_tokens(const RouteArgs& args, int first, int end, int step) {
+__device__ void route_tokens(const RouteArgs& args, int first, int end, int step, std::int32_t* copy) {
   float* scratch = reinterpret_cast<float*>(shared_words) + (1 + warp()) * args.experts;
   for (int token = first; token < end; token += step) {
     const int slot = token * args.top_k + lane();
@@ -43,6 +44,7 @@ __device__ void route_tokens(const RouteArgs& args, int first, int end, int step
     if (lane() < args.top_k) {
       args.out.topk_ids[slot] = id;
       args.out.topk_weights[slot] = weight;
+      if (copy != nullptr) copy[slot] = id;
     }
   }
 }
@@ -51,7 +53,8 @@ __device__ void route_tokens(const RouteArgs& args, int first, int end, int step
 /// of them; within 32 slots, lanes of one expert find each other by a vote.
 class SlotSort {
  public:
-  __device__ SlotSort(const RouteArgs& args, int begin, int end) : args_(args), begin_(begin), end_(end) {
+  __device__ SlotSort(const RouteArgs& args, const std::int32_t* ids, int begin, int end)
+      : args_(args), ids_(ids), begin_(begin), end_(end) {
     const int groups = (end - begin + 31) / 32;
     per_warp_ = (groups + warps() - 1) / warps() * 32;
     used_ = per_warp_ == 0 ? 0 : (end - begin + per_warp_ - 1) / per_warp_;
@@ -94,7 +97,7 @@ class SlotSort {
   template <class Visit>
   __device__ void for_each_slot(Visit&& visit) {
     const int begin = begin_ + warp() * per_warp_, end = min(end_, begin + per_warp_);
-    const auto load = [&](int slot) { return slot < end ? args_.out.topk_ids[slot] : -1; };
+    const auto load = [&](int slot) { return slot < end ? ids_[slot] : -1; };
     std::int32_t* mine = counts() + warp() * args_.experts;
     int id = load(begin + lane());
     for (int first = begin; first < end; first += 32) {
@@ -112,6 +115,7 @@ class SlotSort {
   }
 
   const RouteArgs& args_;
+  const std::int32_t* ids_;  // [slots]
   int begin_, end_, per_warp_, used_;
 };
 
@@ -159,16 +163,22 @@ __device__ void offset_experts(const RouteArgs& args, SlotsOf&& slots_of) {
   __syncthreads();
 }
 
-/// One cluster.
+__device__ __forceinline__ void cluster_barrier() {
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+}
+
+/// One cluster. Ids are kept in the shared memory of its first block, which sorts.
 template <int kPerLane>
 __global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args) {
-  const int tokens = tokens_of(args);
-  route_tokens<kPerLane>(args, static_cast<int>(blockIdx.x) * warps() + warp(), tokens,
-                         static_cast<int>(gridDim.x) * warps());
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+  std::int32_t* ids = shared_words + (1 + warps()) * args.experts;
+  const int tokens = tokens_of(args), first = static_cast<int>(blockIdx.x) * warps() + warp();
+  if (gridDim.x > 1) cluster_barrier();  // the first block must run before others write to it
+  route_tokens<kPerLane>(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
+                         static_cast<std::int32_t*>(__cluster_map_shared_rank(ids, 0)));
+  gridDim.x > 1 ? cluster_barrier() : __syncthreads();
   if (blockIdx.x != 0) return;
-  SlotSort sort(args, 0, tokens * args.top_k);
+  SlotSort sort(args, ids, 0, tokens * args.top_k);
   sort.count();
   offset_experts(args, [&](int e) { return sort.add_up(e); });
   sort.place(shared_words);
@@ -177,14 +187,14 @@ __global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs ar
 /// Slots of block b: those of its tokens.
 __device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int block) {
   const int tokens = tokens_of(args);
-  return {args, min(tokens, block * kBlockTokens) * args.top_k,
+  return {args, args.out.topk_ids, min(tokens, block * kBlockTokens) * args.top_k,
           min(tokens, (block + 1) * kBlockTokens) * args.top_k};
 }
 
 template <int kPerLane>
 __global__ void __launch_bounds__(kThreads, 1) route_and_count(const RouteArgs args) {
   const int block = static_cast<int>(blockIdx.x), begin = block * kBlockTokens;
-  route_tokens<kPerLane>(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps());
+  route_tokens<kPerLane>(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
   __syncthreads();
   SlotSort sort = sort_of_block(args, block);
   sort.count();
@@ -223,10 +233,12 @@ struct Grid {
   int blocks, threads, cluster;
 };
 
-/// A kernel with E words of shared memory for the block, and E for each warp.
+/// A kernel with E words of shared memory for the block, E for each warp, and `more`.
 template <class... Params>
-cudaError_t launch(void (*kernel)(Params...), Grid grid, int experts, cudaStream_t stream, Params... params) {
-  const std::size_t bytes = static_cast<std::size_t>(1 + grid.threads / 32) * experts * sizeof(std::int32_t);
+cudaError_t launch(void (*kernel)(Params...), Grid grid, int experts, int more, cudaStream_t stream,
+                   Params... params) {
+  const std::size_t words = static_cast<std::size_t>(1 + grid.threads / 32) * experts + more;
+  const std::size_t bytes = words * sizeof(std::int32_t);
   if (bytes > 48 * 1024) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
@@ -250,12 +262,14 @@ cudaError_t launch_for(const RouteArgs& args, cudaStream_t stream) {
   if (args.tokens <= kClusterTokens) {
     const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
     const int threads = 32 * std::clamp(args.tokens / blocks, 8, kThreads / 32);
-    return launch(route_and_sort<kPerLane>, {blocks, threads, blocks}, args.experts, stream, args);
+    return launch(route_and_sort<kPerLane>, {blocks, threads, blocks}, args.experts, args.tokens * args.top_k,
+                  stream, args);
   }
   const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
-  cudaError_t error = launch(route_and_count<kPerLane>, {blocks, kThreads, 1}, args.experts, stream, args);
-  if (error == cudaSuccess) error = launch(add_up_blocks, {1, 1024, 1}, args.experts, stream, args, blocks);
-  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads, 1}, args.experts, stream, args);
+  cudaError_t error = launch(route_and_count<kPerLane>, {blocks, kThreads, 1}, args.experts, 0, stream, args);
+  if (error == cudaSuccess)
+    error = launch(add_up_blocks, {1, 1024, 1}, args.experts, 0, stream, args, blocks);
+  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads, 1}, args.experts, 0, stream, args);
   return error;
 }
 

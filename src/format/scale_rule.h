@@ -73,6 +73,12 @@ GATEFOLD_HD constexpr float tensor_scale(const Operand& o, float amax) {
   return scale > 0 ? scale : 1.0f;
 }
 
+/// The scale of a group of a two-level operand, before it is rounded to the operand's scale format.
+GATEFOLD_HD constexpr float block_scale(const Operand& o, float amax, const TensorScale& two_level) {
+  const float block = over_limit(amax, static_cast<float>(o.value.max()));
+  return two_level.divides ? block * two_level.value : block / two_level.value;
+}
+
 /// The scale of a group, in format S, which is o.scale. `two_level` is the f32 of a two-level operand, in
 /// either direction. Zero points are of format Z (a parameter because nvcc loses constants in a template's
 /// arguments).
@@ -82,8 +88,7 @@ GATEFOLD_HD constexpr GroupScale group_scale(const Operand& o, GroupRange range,
   const auto limit = static_cast<float>(o.value.max());
   const float amax = range.amax();
   if constexpr (S == formats::ue4m3) {
-    const float block = over_limit(amax, limit);
-    return {round_to<S>(two_level.divides ? block * two_level.value : block / two_level.value), 0};
+    return {round_to<S>(block_scale(o, amax, two_level)), 0};
   } else if constexpr (S == formats::ue8m0) {
     if (amax == 0) return {};
     const int exponent = floor_log2(amax) - o.value.max_exponent();

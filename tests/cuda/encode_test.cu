@@ -9,7 +9,7 @@
 namespace gatefold {
 namespace {
 
-constexpr int kCount = 8;
+constexpr int kCount = 8;  // numbers of a thread
 
 /// Finite numbers are enumerated by their bits: 2^20 signs, exponents and high mantissas, in eight versions
 /// each.
@@ -22,17 +22,15 @@ template <class Tag>
 __global__ void compare_codes(unsigned* wrong) {
   constexpr Format F = Tag::format;
   constexpr int per_word = 32 / F.bits;
-  const std::uint32_t first = (blockIdx.x * blockDim.x + threadIdx.x) * kCount;
-  float x[kCount];
-  for (int i = 0; i < kCount; ++i) {
+  const std::uint32_t first = (blockIdx.x * blockDim.x + threadIdx.x) * per_word;
+  float x[per_word];
+  for (int i = 0; i < per_word; ++i) {
     x[i] = number(first + i);
     if (isnan(x[i])) x[i] = fabsf(x[i]);
   }
-  std::uint32_t packed[kCount / per_word];
-  cuda::encode_packed<F, kCount>(x, packed);
-  for (int i = 0; i < kCount; ++i)
-    if ((packed[i / per_word] >> (i % per_word * F.bits) & ((1u << F.bits) - 1)) != encode<F>(x[i]))
-      atomicAdd(wrong, 1);
+  const std::uint32_t packed = cuda::encode_word<F>(x);
+  for (int i = 0; i < per_word; ++i)
+    if ((packed >> (i * F.bits) & ((1u << F.bits) - 1)) != encode<F>(x[i])) atomicAdd(wrong, 1);
 }
 
 /// x / scales[blockIdx.y] of every 16-bit number, and of a neighbour in 32 bit.
@@ -73,7 +71,7 @@ std::vector<float> scales() {
 template <Format F>
 void same_as_the_codec(const DeviceVector<float>& scales, const DeviceVector<unsigned>& wrong) {
   SCOPED_TRACE(name(F));
-  compare_codes<cuda::FormatTag<F>><<<(1u << 23) / kCount / 256, 256>>>(wrong.data());
+  compare_codes<cuda::FormatTag<F>><<<(1u << 23) / (32 / F.bits) / 256, 256>>>(wrong.data());
   EXPECT_EQ(wrong.host()[0], 0u);
   const dim3 all(65536 / 256, static_cast<unsigned>(scales.size()));
   compare_quotients<cuda::FormatTag<F>, cuda::FormatTag<formats::bf16>>
