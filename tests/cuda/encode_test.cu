@@ -84,7 +84,7 @@ void same_as_the_codec(const DeviceVector<float>& scales, const DeviceVector<uns
 
 class CudaEncode : public GpuTest {};
 
-TEST_F(CudaEncode, SameBitsAsTheCodec) {
+TEST_F(CudaEncode, AllBitsAreTheCodecs) {
   const DeviceVector<float> all(scales());
   const DeviceVector<unsigned> wrong(std::vector<unsigned>{0});
   same_as_the_codec<formats::e4m3>(all, wrong);
