@@ -98,10 +98,10 @@ __device__ __forceinline__ float largest_partial(const float* partials, std::int
 }
 
 template <Format F>
-__device__ __forceinline__ void store_scale(std::byte* scales, std::int64_t at, float scale) {
+__device__ __forceinline__ void store_scale(std::byte* scales, std::int64_t at, std::uint32_t code) {
   using Code = std::conditional_t<F.bits == 32, std::uint32_t,
                                   std::conditional_t<F.bits == 16, std::uint16_t, std::uint8_t>>;
-  reinterpret_cast<Code*>(scales)[at] = static_cast<Code>(encode<F>(scale));
+  reinterpret_cast<Code*>(scales)[at] = static_cast<Code>(code);
 }
 
 /// kCount codes of a row from number `begin` on, those before k.
@@ -144,18 +144,20 @@ __device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& 
     encode_quotients<F>(x, AnyDivider(scale), packed);
 }
 
-/// What the codes of a group are multiplied by. The scale is stored at `to`, unless that is nullptr.
+/// A scale's code, and what the codes of its group are multiplied by.
+struct GroupScaleCode {
+  std::uint32_t code;
+  float real;
+};
 template <class Activation>
-__device__ __forceinline__ float group_scale_of(float amax, const TensorScale& two_level, std::byte* to) {
+__device__ __forceinline__ GroupScaleCode group_scale_code(float amax, const TensorScale& two_level) {
   constexpr Operand kOperand = Activation::operand;
   if constexpr (kOperand.scale == formats::ue4m3) {  // the hardware's e4m3
     const std::uint32_t code = encode_pair<formats::e4m3>(block_scale(kOperand, amax, two_level), 0);
-    if (to != nullptr) *to = static_cast<std::byte>(code);
-    return two_level.apply(decode_e4m3(code));
+    return {code, two_level.apply(decode_e4m3(code))};
   } else {
     const float scale = group_scale<kOperand.scale>(kOperand, {0, amax}, two_level).scale;
-    if (to != nullptr) store_scale<kOperand.scale>(to, 0, scale);
-    return scale;
+    return {encode<kOperand.scale>(scale), scale};
   }
 }
 
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(kMostThreads, least_blocks<Activation, Input>(
     if (!dynamic) two_level = args.static_scales[args.static_index != nullptr ? args.static_index[row] : 0];
   if constexpr (kWhole) {
     scale = kPerTensor && !dynamic ? two_level.apply(1.0f) : whole_scale<kScale>(kOperand, amax);
-    if (threadIdx.x == 0) store_scale<kScale>(args.scales, row, scale);
+    if (threadIdx.x == 0) store_scale<kScale>(args.scales, row, encode<kScale>(scale));
   } else if constexpr (kTwoLevel) {
     if (dynamic) two_level = {tensor_scale(kOperand, amax), false};
     if (threadIdx.x == 0)
@@ -226,9 +228,9 @@ __global__ void __launch_bounds__(kMostThreads, least_blocks<Activation, Input>(
         constexpr int group = kOperand.group.k;
         static_assert(group % kCount == 0 && 32 % (group / kCount) == 0, "a group is some lanes of a warp");
         const float largest = group_max<group / kCount>(ranges[v].amax);
-        const bool first_lane = first % group == 0 && first < k;
-        scale = group_scale_of<Activation>(largest, two_level,
-                                           first_lane ? scales + first / group * (kScale.bits / 8) : nullptr);
+        const GroupScaleCode stored = group_scale_code<Activation>(largest, two_level);
+        if (first % group == 0 && first < k) store_scale<kScale>(scales, first / group, stored.code);
+        scale = stored.real;
       }
       std::uint32_t packed[2];
       encode_elements<kValue>(elements[v], scale, ranges[v], packed);

@@ -57,11 +57,18 @@ class TokenExperts {
     for (int i = 0; i < kPerLane; ++i)
       if (expert(i) < experts_) scratch[expert(i)] = selection_[i];
     __syncwarp();
-    const std::uint64_t kept = best_groups(scratch);
-    const int size = experts_ / routing_.groups;
+    GroupShare shares[2] = {{routing_.groups, experts_, 0}, {routing_.groups, experts_, 1}};
+    for (GroupShare& share : shares) share.find_value(routing_, scratch);
+    for (const GroupShare& other : shares)
+      for (int at = 0; at < other.count; ++at)
+        for (GroupShare& share : shares)
+          share.compare(other.first + at, __shfl_sync(kAllLanes, other.value, at * other.lanes));
+    for (const GroupShare& share : shares)
+      if (share.better >= routing_.top_groups) share.for_each([&](int e) { scratch[e] = nan(); });
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      if (expert(i) < experts_ && (kept >> (expert(i) / size) & 1) == 0) selection_[i] = nan();
+      if (expert(i) < experts_) selection_[i] = scratch[expert(i)];
     __syncwarp();
   }
 
@@ -132,54 +139,47 @@ class TokenExperts {
     return e;
   }
 
-  /// Bit g: group g is one of the best. `share` lanes find the best two of a group together; with more than
-  /// 32 groups each lane has two.
-  __device__ __forceinline__ std::uint64_t best_groups(const float* selection) const {
-    const int size = experts_ / routing_.groups;
-    int share = 1;
-    while (share * 2 * routing_.groups <= 32) share *= 2;
-    const int at_once = 32 / share;
-    float values[2];
-#pragma unroll
-    for (int pass = 0; pass < 2; ++pass) {
-      const int group = lane() / share + pass * at_once;
+  /// A lane's part in one group: some lanes share a group, and all groups are dealt out at once; of more than
+  /// 32 groups, each lane has one in a second pass too.
+  struct GroupShare {
+    int lanes = 1;     ///< that share a group
+    int first, count;  ///< groups of this pass
+    int group, size;   ///< this lane's, and its experts
+    float value = 0;
+    int better = 0;  ///< groups
+
+    __device__ __forceinline__ GroupShare(int groups, int experts, int pass) : size(experts / groups) {
+      while (lanes * 2 * groups <= 32) lanes *= 2;
+      first = pass * 32 / lanes;
+      count = min(32 / lanes, groups - first);
+      group = first + lane() / lanes;
+    }
+    template <class Visit>
+    __device__ __forceinline__ void for_each(Visit&& visit) const {
+      if (group >= first + count) return;
+      for (int i = lane() % lanes; i < size; i += lanes) visit(group * size + i);
+    }
+    /// The best of the group, or the sum of its two best.
+    __device__ __forceinline__ void find_value(const Routing& routing, const float* selection) {
       float best = minus_infinity(), second = best;
-      for (int i = lane() % share; i < size && group < routing_.groups; i += share) {
-        const float value = selection[group * size + i];
-        if (isnan(value)) continue;
-        second = fmaxf(second, fminf(value, best));
-        best = fmaxf(best, value);
-      }
-      for (int distance = 1; distance < share; distance *= 2) {
+      for_each([&](int e) {
+        const float x = selection[e];
+        if (isnan(x)) return;
+        second = fmaxf(second, fminf(x, best));
+        best = fmaxf(best, x);
+      });
+      for (int distance = 1; distance < lanes; distance *= 2) {
         const float other_best = __shfl_xor_sync(kAllLanes, best, distance);
         const float other_second = __shfl_xor_sync(kAllLanes, second, distance);
         second = fmaxf(fmaxf(second, other_second), fminf(best, other_best));
         best = fmaxf(best, other_best);
       }
-      values[pass] = routing_.group_score == GroupScore::max || size == 1 ? best : best + second;
+      value = routing.group_score == GroupScore::max || size == 1 ? best : best + second;
     }
-    int better[2] = {0, 0};  // groups
-    for (int other = 0; other < routing_.groups; ++other) {
-      const int from = other % at_once * share;
-      const float first = __shfl_sync(kAllLanes, values[0], from),
-                  second = __shfl_sync(kAllLanes, values[1], from);
-      const float theirs = other < at_once ? first : second;
-#pragma unroll
-      for (int pass = 0; pass < 2; ++pass) {
-        const int group = lane() / share + pass * at_once;
-        better[pass] += theirs > values[pass] || (theirs == values[pass] && other < group);
-      }
+    __device__ __forceinline__ void compare(int other, float theirs) {
+      better += theirs > value || (theirs == value && other < group);
     }
-    std::uint64_t kept = 0;
-#pragma unroll
-    for (int pass = 0; pass < 2; ++pass) {
-      const unsigned lanes = __ballot_sync(kAllLanes, better[pass] < routing_.top_groups);
-      for (int i = 0; i < at_once; ++i)
-        if (lanes >> (i * share) & 1 && pass * at_once + i < routing_.groups)
-          kept |= std::uint64_t{1} << (pass * at_once + i);
-    }
-    return kept;
-  }
+  };
 
   const Routing& routing_;
   int experts_;
