@@ -55,9 +55,10 @@ class SlotSort {
  public:
   __device__ SlotSort(const RouteArgs& args, const std::int32_t* ids, int begin, int end)
       : args_(args), ids_(ids), begin_(begin), end_(end) {
-    const int groups = (end - begin + 31) / 32;
-    per_warp_ = (groups + warps() - 1) / warps() * 32;
-    used_ = per_warp_ == 0 ? 0 : (end - begin + per_warp_ - 1) / per_warp_;
+    const int groups = (end - begin + 31) / 32;  // of 32 slots
+    const int each = groups <= warps() ? 1 : (groups + warps() - 1) / warps();
+    per_warp_ = 32 * each;
+    used_ = each == 1 ? groups : (groups + each - 1) / each;
   }
 
   /// Counts become the number of slots by warp and expert. Ends with a barrier.
@@ -312,7 +313,9 @@ std::size_t route_scratch_words(int tokens, int experts) {
              : static_cast<std::size_t>((tokens + kBlockTokens - 1) / kBlockTokens) * experts;
 }
 
-cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
+cudaError_t launch_route(RouteArgs args, cudaStream_t stream) {
+  args.group_size = args.experts / args.routing.groups;
+  while (args.routing.groups << (args.group_lanes_log2 + 1) <= 32) ++args.group_lanes_log2;
   if (args.experts <= 32) return launch_for<1>(args, stream);
   if (args.experts <= 64) return launch_for<2>(args, stream);
   if (args.experts <= 128) return launch_for<4>(args, stream);

@@ -39,7 +39,8 @@ struct RouteArgs {
   int first_expert = 0, end_expert = 0;       ///< the experts of this rank: only their slots get positions
   const std::int32_t* token_count = nullptr;  ///< [1], or nullptr: the tokens of this call, at most `tokens`
   RoutedSlots out{};
-  std::int32_t* block_counts = nullptr;  ///< scratch: route_scratch_words
+  std::int32_t* block_counts = nullptr;      ///< scratch: route_scratch_words
+  int group_size = 0, group_lanes_log2 = 0;  ///< filled in by route: experts of a group, lanes that share one
 };
 
 /// Words of scratch for up to so many tokens: 0 up to 128.
@@ -64,7 +65,7 @@ struct RouterArgs {
 Status router_logits(const RouterArgs& args, Stream stream);
 
 /// The launches behind them.
-cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream);
+cudaError_t launch_route(RouteArgs args, cudaStream_t stream);
 cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream);
 
 }  // namespace gatefold::cuda

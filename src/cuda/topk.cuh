@@ -37,7 +37,7 @@ class TokenExperts {
  public:
   /// Reads the logits of a token.
   __device__ __forceinline__ TokenExperts(const RouteArgs& args, int token)
-      : routing_(args.routing), experts_(args.experts) {
+      : args_(args), routing_(args.routing), experts_(args.experts) {
     const float* logits = args.logits + static_cast<std::int64_t>(token) * experts_;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) scores_[i] = expert(i) < experts_ ? logits[expert(i)] : nan();
@@ -57,14 +57,7 @@ class TokenExperts {
     for (int i = 0; i < kPerLane; ++i)
       if (expert(i) < experts_) scratch[expert(i)] = selection_[i];
     __syncwarp();
-    GroupShare shares[2] = {{routing_.groups, experts_, 0}, {routing_.groups, experts_, 1}};
-    for (GroupShare& share : shares) share.find_value(routing_, scratch);
-    for (const GroupShare& other : shares)
-      for (int at = 0; at < other.count; ++at)
-        for (GroupShare& share : shares)
-          share.compare(other.first + at, __shfl_sync(kAllLanes, other.value, at * other.lanes));
-    for (const GroupShare& share : shares)
-      if (share.better >= routing_.top_groups) share.for_each([&](int e) { scratch[e] = nan(); });
+    routing_.groups <= 32 ? exclude_groups<1>(scratch) : exclude_groups<2>(scratch);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
@@ -139,36 +132,36 @@ class TokenExperts {
     return e;
   }
 
-  /// A lane's part in one group: some lanes share a group, and all groups are dealt out at once; of more than
-  /// 32 groups, each lane has one in a second pass too.
+  /// A lane's part in one group: 2^lanes_log2 lanes share a group, and all groups are dealt out at once; more
+  /// than 32 in two passes.
   struct GroupShare {
-    int lanes = 1;     ///< that share a group
-    int first, count;  ///< groups of this pass
-    int group, size;   ///< this lane's, and its experts
+    int lanes_log2, size;  ///< experts of a group
+    int first, count;      ///< groups of this pass
+    int group;             ///< this lane's
     float value = 0;
     int better = 0;  ///< groups
 
-    __device__ __forceinline__ GroupShare(int groups, int experts, int pass) : size(experts / groups) {
-      while (lanes * 2 * groups <= 32) lanes *= 2;
-      first = pass * 32 / lanes;
-      count = min(32 / lanes, groups - first);
-      group = first + lane() / lanes;
+    __device__ __forceinline__ GroupShare(const RouteArgs& args, int pass)
+        : lanes_log2(args.group_lanes_log2), size(args.group_size), first(32 * pass) {
+      count = min(32 >> lanes_log2, args.routing.groups - first);
+      group = first + (lane() >> lanes_log2);
     }
     template <class Visit>
     __device__ __forceinline__ void for_each(Visit&& visit) const {
-      if (group >= first + count) return;
-      for (int i = lane() % lanes; i < size; i += lanes) visit(group * size + i);
+      const int lanes = 1 << lanes_log2, end = group < first + count ? size : 0;
+#pragma unroll 4
+      for (int i = lane() & (lanes - 1); i < end; i += lanes) visit(group * size + i);
     }
     /// The best of the group, or the sum of its two best.
     __device__ __forceinline__ void find_value(const Routing& routing, const float* selection) {
       float best = minus_infinity(), second = best;
       for_each([&](int e) {
         const float x = selection[e];
-        if (isnan(x)) return;
-        second = fmaxf(second, fminf(x, best));
-        best = fmaxf(best, x);
+        const float number = isnan(x) ? minus_infinity() : x;
+        second = fmaxf(second, fminf(number, best));
+        best = fmaxf(best, number);
       });
-      for (int distance = 1; distance < lanes; distance *= 2) {
+      for (int distance = 1; distance < 1 << lanes_log2; distance *= 2) {
         const float other_best = __shfl_xor_sync(kAllLanes, best, distance);
         const float other_second = __shfl_xor_sync(kAllLanes, second, distance);
         second = fmaxf(fmaxf(second, other_second), fminf(best, other_best));
@@ -181,6 +174,27 @@ class TokenExperts {
     }
   };
 
+  /// NaN for the experts of all groups but the best.
+  template <int kPasses>
+  __device__ __forceinline__ void exclude_groups(float* selection) const {
+    GroupShare shares[] = {{args_, 0}, {args_, kPasses - 1}};
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) shares[pass].find_value(routing_, selection);
+#pragma unroll
+    for (int from = 0; from < kPasses; ++from)
+#pragma unroll 8
+      for (int at = 0; at < shares[from].count; ++at) {
+        const float theirs = __shfl_sync(kAllLanes, shares[from].value, at << shares[from].lanes_log2);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) shares[pass].compare(shares[from].first + at, theirs);
+      }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+      if (shares[pass].better >= routing_.top_groups)
+        shares[pass].for_each([&](int e) { selection[e] = nan(); });
+  }
+
+  const RouteArgs& args_;
   const Routing& routing_;
   int experts_;
   float scores_[kPerLane], selection_[kPerLane];
