@@ -8,7 +8,7 @@ namespace gatefold {
 namespace {
 
 template <Isa I>
-std::string refuses(const MoeSpec&, const PlanOptions&) {
+std::string refuses(const MoeSpec&, const PlanOptions&, const Device&) {
   if (const std::string_view why = missing(I); !why.empty()) return std::string(why);
   if (I <= best_isa()) return {};
   return fmt::format("GATEFOLD_CPU asks for {}", name(best_isa()));
@@ -20,8 +20,9 @@ void workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout&
 }
 
 template <Isa I>
-void launch(const MoeCall& call) {
+Status launch(const MoeCall& call) {
   panel_layer(I, call);
+  return {};
 }
 
 template <std::size_t... I>

@@ -1,5 +1,9 @@
-// The functions of gatefold/cuda*.h in a build without CUDA.
+// The functions of gatefold/cuda*.h, and the list of kernels, in a build without CUDA.
 #include "gatefold/cuda_quantize.h"
+
+#include <vector>
+
+#include "moe/kernel.h"
 
 namespace gatefold::cuda {
 namespace {
@@ -37,3 +41,22 @@ Status quantize_activations(SchemeId, const QuantizeInputs&, const QuantizeOutpu
 }
 
 }  // namespace gatefold::cuda
+
+namespace gatefold {
+
+std::span<const KernelInfo> cuda_kernels() {
+  static const std::vector<KernelInfo> list = [] {
+    std::vector<KernelInfo> kernels;
+    for_each_scheme([&]<class S>() {
+      kernels.push_back({"cuda.sm_90a." + std::string(S::scheme.name), S::id, Device::Kind::cuda, nullptr,
+                         [](const MoeSpec&, const PlanOptions&, const Device&) {
+                           return cuda::device_info().status().message();
+                         },
+                         nullptr, nullptr});
+    });
+    return kernels;
+  }();
+  return list;
+}
+
+}  // namespace gatefold

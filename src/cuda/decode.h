@@ -68,11 +68,13 @@ constexpr int decoded_power() {
 /// What decode8 takes beside the codes of a row: a zero point, or a folded scale.
 template <PackedFormat P, Format M>
 GATEFOLD_HD Pair zero_term(std::uint32_t zero) {
-  return multiply<M>(zero * 0x10001u, both<M>(M == formats::bf16 ? -0x1p124f : -0x1p15f));
+  constexpr Pair minus = both<M>(M == formats::bf16 ? -0x1p124f : -0x1p15f);
+  return multiply<M>(zero * 0x10001u, minus);
 }
 template <PackedFormat P, Format M>
 GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {  // scale * 2^115 (bf16), 2^3 (f16)
-  return M == formats::bf16 ? (repacked << 4 | 0x7000u) * 0x10001u : (repacked << 7) * 0x10001u;
+  if constexpr (M == formats::bf16) return (repacked << 4 | 0x7000u) * 0x10001u;
+  return (repacked << 7) * 0x10001u;
 }
 
 /// Integers that count from 0: the low bits of a half are subnormals, and so are the next ones, times 16.
@@ -80,7 +82,8 @@ template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* out) {
   constexpr float unit = M == formats::bf16 ? 0x1p124f : 0x1p15f;  // smallest subnormal to 2^-9
   constexpr Pair low = both<M>(unit), high = both<M>(unit / 16);
-  const Pair start = P.zeros ? term : both<M>(-0x1p-9f * static_cast<float>(code_offset(P.value)));
+  constexpr Pair offset = both<M>(-0x1p-9f * static_cast<float>(code_offset(P.value)));
+  const Pair start = P.zeros ? term : offset;
   if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
       out[2 * w] = multiply_add<M>(words[w] & 0x00ff00ffu, low, start);
@@ -103,7 +106,8 @@ GATEFOLD_HD Pair decode_bytes(std::uint32_t upper) {
   if constexpr (shift == 0) return upper & 0xff00ff00u;
   const Pair moved = select(upper, 0x80008000u, upper >> shift & fields);
   if constexpr (M == formats::f16) return moved;  // decoded_power
-  return multiply<M>(moved, both<M>(detail::power_of_two(M.bias() - P.value.bias())));
+  constexpr Pair power = both<M>(detail::power_of_two(M.bias() - P.value.bias()));
+  return multiply<M>(moved, power);
 }
 
 /// e2m1: see code_bit.
@@ -118,9 +122,11 @@ GATEFOLD_HD void decode_e2m1(std::uint32_t word, Pair term, Pair* out) {
   out[3] = select(word << 1, sign, select(word >> 3, 0x01800180u, word >> 7 & 0x00400040u));
   for (int i = 0; i < 4; ++i) {
     // f16 has its exponent three bits further left.
-    const Pair moved =
-        M == formats::bf16 ? out[i] & (sign | fields) : select(out[i], sign, (out[i] & fields) << 3);
-    out[i] = multiply<M>(moved, factor);
+    if constexpr (M == formats::bf16)
+      out[i] &= sign | fields;
+    else
+      out[i] = select(out[i], sign, (out[i] & fields) << 3);
+    out[i] = multiply<M>(out[i], factor);
   }
 }
 

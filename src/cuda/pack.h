@@ -56,8 +56,12 @@ GATEFOLD_HD std::uint32_t scale_code(const PackSource& s, std::int64_t row, std:
   const int bytes = s.scale_format.bits / 8;
   return load_bytes(s.scales + (band * s.scale_cols + col) * bytes, bytes);
 }
+/// Of the formats that scales are stored in. (nvcc cannot compile with_format for the device.)
 GATEFOLD_HD float scale_value(Format format, std::uint32_t code) {
-  return with_format(format, [&]<Format F>() { return decode<F>(code); });
+  if (format.kind == Kind::exponent) return decode<formats::ue8m0>(code);
+  if (format.kind == Kind::magnitude) return decode<formats::ue4m3>(code);
+  if (format.bits == 32) return std::bit_cast<float>(code);
+  return format.exponent_bits == 8 ? decode<formats::bf16>(code) : decode<formats::f16>(code);
 }
 
 /// Word `index` of a record's values: record bytes 4 * index and on.
@@ -129,10 +133,10 @@ GATEFOLD_HD bool finite_share(const PackJob& job, const PackRow& at, int worker,
         scale_value(at.source.scale_format, scale_code(at.source, at.row, col * at.source.group.k));
     finite &= scale - scale == 0;
   }
-  if (value != formats::e4m3 && value != formats::e5m2) return finite;
-  const std::uint32_t least = value == formats::e4m3 ? 0x7f : 0x7c;
+  if (value.bits != 8 || !value.is_float()) return finite;
   for (std::int64_t k = worker; k < job.shape.k; k += workers)
-    finite &= (static_cast<std::uint32_t>(at.source.values[at.row * at.source.row_bytes + k]) & 0x7f) < least;
+    finite &= (static_cast<std::uint32_t>(at.source.values[at.row * at.source.row_bytes + k]) & 0x7f) <=
+              value.max_code();
   return finite;
 }
 GATEFOLD_HD float row_scale(const PackRow& at, bool finite) {

@@ -102,7 +102,7 @@ double value_of(const QuantizedMatrix& m, std::int64_t n, std::int64_t k) {
     code = static_cast<std::uint32_t>(m.values[n * layout.row_bytes + k / 2]) >> (k % 2 * 4) & 15;
   else
     std::memcpy(&code, m.values.data() + n * layout.row_bytes + k * w.value.bits / 8, w.value.bits / 8);
-  double value = scale_value(w.value, code);
+  double value = with_format(w.value, [&]<Format F>() { return decode<F>(code); });
   if (!w.quantized()) return value;
   const std::int64_t g = w.group.k == 0 ? 0 : k / w.group.k;
   std::vector<float> scales(layout.scale_cols), zeros(layout.scale_cols);

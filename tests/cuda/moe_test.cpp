@@ -1,0 +1,183 @@
+// Whole MoE layers on the GPU against the scalar reference, for every scheme.
+
+#include <numeric>
+
+#include "../moe_layer.h"
+#include "gatefold/codec.h"
+#include "gpu.h"
+#include "moe/host_calls.h"
+
+namespace gatefold {
+namespace {
+
+const Device kGpu = Device::cuda();
+
+struct Routed {
+  std::vector<std::int32_t> ids;
+  std::vector<float> weights;
+};
+
+enum class Pattern { uniform, single, few, duplicates };
+
+Routed route_by(Pattern pattern, const MoeSpec& spec, std::size_t tokens) {
+  std::mt19937 random(7);
+  Routed routed;
+  for (std::size_t t = 0; t < tokens; ++t)
+    for (int k = 0; k < spec.top_k; ++k) {
+      const auto free = static_cast<std::int32_t>((random() % 1000 * spec.top_k + k) % spec.experts);
+      const std::int32_t id = pattern == Pattern::uniform  ? free
+                              : pattern == Pattern::single ? (k == 0 ? 4 : 1)
+                              : pattern == Pattern::few    ? (free % 2 == 0 ? 0 : spec.experts - 1)
+                                                           : free / 2 * 2;  // one expert may come twice
+      routed.ids.push_back(id);
+      routed.weights.push_back(0.1f * static_cast<float>(1 + random() % 9));
+    }
+  return routed;
+}
+
+/// hidden states in a 16-bit type, and what they are in f32.
+struct Hidden {
+  std::vector<std::uint16_t> codes;
+  std::vector<float> values;
+};
+template <Format F>
+Hidden narrow(const std::vector<float>& x) {
+  Hidden hidden;
+  for (const float value : x) {
+    hidden.codes.push_back(static_cast<std::uint16_t>(encode<F>(value)));
+    hidden.values.push_back(decode<F>(hidden.codes.back()));
+  }
+  return hidden;
+}
+
+class GpuMoe : public GpuTest {
+ protected:
+  /// f32 results of 16-bit hidden states.
+  static std::vector<float> run(const Layer& layer, const PlanOptions& options, const ExpertWeights& weights,
+                                const Hidden& x, const Routed& routed) {
+    const MoeSpec& spec = layer.spec();
+    const auto plan = MoePlan::create(spec, options, kGpu);
+    EXPECT_TRUE(plan.ok()) << plan.status().message();
+    auto calls = HostCalls::create(*plan);
+    EXPECT_TRUE(calls.ok()) << calls.status().message();
+    const std::int64_t tokens = static_cast<std::int64_t>(x.values.size()) / spec.hidden;
+    std::vector<float> out(x.values.size(), std::nanf(""));
+    const Status status = calls->run(*plan, weights,
+                                     {.hidden = {x.codes.data(), spec.act_dtype, tokens, spec.hidden},
+                                      .topk_ids = routed.ids.data(),
+                                      .topk_weights = routed.weights.data()},
+                                     {.hidden = {out.data(), DType::f32, tokens, spec.hidden}});
+    EXPECT_TRUE(status.ok()) << status.message();
+    return out;
+  }
+
+  static void expect_close(const Layer& layer, const PlanOptions& options, std::size_t tokens,
+                           Pattern pattern) {
+    const MoeSpec& spec = layer.spec();
+    Layer source(layer);
+    const std::vector<float> numbers = source.numbers(tokens * static_cast<std::size_t>(spec.hidden), 1.0f);
+    const Hidden x =
+        spec.act_dtype == DType::bf16 ? narrow<formats::bf16>(numbers) : narrow<formats::f16>(numbers);
+    const Routed routed = route_by(pattern, spec, tokens);
+    const ExpertWeights weights = layer.weights(options, kGpu);
+    const std::vector<float> out = run(layer, options, weights, x, routed);
+    const ReferenceResult reference =
+        reference_moe(spec, options, layer.reference(),
+                      {.hidden = {x.values.begin(), x.values.end()},
+                       .logits = {},
+                       .topk_ids = routed.ids,
+                       .topk_weights = {routed.weights.begin(), routed.weights.end()}});
+    EXPECT_LE(relative_l2(out, reference.hidden), tolerance(spec, options))
+        << tokens << " tokens, pattern " << static_cast<int>(pattern);
+    EXPECT_EQ(run(layer, options, weights, x, routed), out) << "another run, other bits";
+  }
+};
+
+class EveryScheme : public GpuMoe, public testing::WithParamInterface<std::tuple<std::size_t, DType>> {
+ protected:
+  SchemeId id() const { return static_cast<SchemeId>(std::get<0>(GetParam())); }
+  MoeSpec small_spec() const {
+    MoeSpec spec;
+    spec.scheme = id();
+    spec.experts = 6;
+    spec.top_k = 2;
+    spec.hidden = 256;
+    spec.intermediate = 128;
+    spec.act_dtype = std::get<1>(GetParam());
+    return spec;
+  }
+};
+
+TEST_P(EveryScheme, TokenCounts) {
+  const Layer layer(small_spec());
+  for (const int tokens : {1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 129, 512})
+    expect_close(layer, {.max_tokens = tokens, .debug_workspace = true}, static_cast<std::size_t>(tokens),
+                 Pattern::uniform);
+}
+
+TEST_P(EveryScheme, SkewedRouting) {
+  const Layer layer(small_spec());
+  for (const Pattern pattern : {Pattern::single, Pattern::few, Pattern::duplicates})
+    for (const int tokens : {2, 8, 33, 129})
+      expect_close(layer, {.max_tokens = 129, .debug_workspace = true}, static_cast<std::size_t>(tokens),
+                   pattern);
+}
+
+TEST_P(EveryScheme, RaggedShapes) {
+  MoeSpec spec = small_spec();
+  const Granularity group = scheme(id()).weight.group;
+  const int multiple = group.n == 1 && group.k != 0 ? group.k : 2;
+  spec.hidden = (170 + multiple - 1) / multiple * multiple;
+  spec.intermediate = (90 + multiple - 1) / multiple * multiple;
+  spec.shared = {.intermediate = 30, .gated = true, .scheme = SchemeId::bf16};
+  spec.bias = true;
+  spec.activation = {.kind = Activation::Kind::swiglu, .alpha = 1.702f, .beta = 1.0f, .limit = 7.0f};
+  const Layer layer(spec);
+  for (const std::size_t tokens : {5, 17})
+    expect_close(layer, {.max_tokens = 17, .debug_workspace = true}, tokens, Pattern::uniform);
+}
+
+TEST_P(EveryScheme, WeightsOnly) {
+  if (!scheme(id()).quantizes_activations()) return;
+  expect_close(Layer(small_spec()), {.max_tokens = 20, .weights_only = true}, 20, Pattern::uniform);
+}
+
+TEST_P(EveryScheme, StaticActivationScales) {
+  const Operand& activation = scheme(id()).activation;
+  if (!activation.quantized() || (activation.group.n != 0 && !activation.tensor_scale.stored())) return;
+  expect_close(Layer(small_spec(), 3, true), {.max_tokens = 20, .debug_workspace = true}, 20,
+               Pattern::uniform);
+}
+
+TEST_P(EveryScheme, LongRows) {
+  MoeSpec spec = small_spec();
+  spec.experts = 3;
+  spec.hidden = 1280;
+  spec.intermediate = 640;
+  const Layer layer(spec);
+  for (const std::size_t tokens : {1, 12})
+    expect_close(layer, {.max_tokens = 12}, tokens, Pattern::duplicates);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, EveryScheme,
+                         testing::Combine(testing::Range<std::size_t>(0, all_schemes().size()),
+                                          testing::Values(DType::bf16, DType::f16)),
+                         [](const auto& info) {
+                           return std::string(all_schemes()[std::get<0>(info.param)].name) + "_x_" +
+                                  (std::get<1>(info.param) == DType::bf16 ? "bf16" : "f16");
+                         });
+
+TEST_F(GpuMoe, Activations) {
+  for (const Activation::Kind kind : {Activation::Kind::geglu, Activation::Kind::geglu_tanh}) {
+    MoeSpec spec;
+    spec.scheme = SchemeId::int4_g32;
+    spec.experts = 4;
+    spec.top_k = 2;
+    spec.hidden = spec.intermediate = 128;
+    spec.activation.kind = kind;
+    expect_close(Layer(spec), {.max_tokens = 9}, 9, Pattern::uniform);
+  }
+}
+
+}  // namespace
+}  // namespace gatefold
