@@ -16,6 +16,7 @@ Json to_json(const BenchRow& row) {
           {"us_median", row.us_median},
           {"us_min", row.us_min},
           {"us_max", row.us_max},
+          {"us_launched", row.us_launched},
           {"weight_bytes", row.weight_bytes},
           {"gb_per_s", row.gb_per_s},
           {"read_gb_per_s", row.read_gb_per_s},
@@ -76,6 +77,7 @@ void add_bench(Cli& cli) {
         return run(*options, json);
       });
   add_measured(command, options);
+  add_backend(command, options->device);
 }
 
 }  // namespace gatefold::cli

@@ -23,21 +23,22 @@ std::string stored_as(const Scheme& scheme) {
   return config.at("quant_method") == "compressed-tensors" ? format : format + " (gatefold)";
 }
 
-/// The instruction sets that have a kernel: "cpu.avx512.int4_g128" says avx512.
+/// The instruction sets and GPU architectures that have a kernel: "cpu.avx512.int4_g128" says avx512.
 std::vector<std::string> kernels(SchemeId id) {
   std::vector<std::string> sets;
-  for (const KernelInfo& kernel : cpu_kernels()) {
-    const std::size_t begin = kernel.name.find('.') + 1;
-    std::string set = kernel.name.substr(begin, kernel.name.find('.', begin) - begin);
-    if (kernel.scheme == id && std::find(sets.begin(), sets.end(), set) == sets.end())
-      sets.push_back(std::move(set));
-  }
+  for (const auto& list : {cpu_kernels(), cuda_kernels()})
+    for (const KernelInfo& kernel : list) {
+      const std::size_t begin = kernel.name.find('.') + 1;
+      std::string set = kernel.name.substr(begin, kernel.name.find('.', begin) - begin);
+      if (kernel.scheme == id && std::find(sets.begin(), sets.end(), set) == sets.end())
+        sets.push_back(std::move(set));
+    }
   return sets;
 }
 
 std::string kernel_list(SchemeId id) {
   const std::vector<std::string> sets = kernels(id);
-  return sets.size() == std::size(all_isas) ? "all" : fmt::format("{}", fmt::join(sets, ", "));
+  return sets.size() == std::size(all_isas) + 1 ? "all" : fmt::format("{}", fmt::join(sets, ", "));
 }
 
 std::vector<Line> lines() {

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "cpu/probe.h"
+#include "moe/bench_gpu.h"
 #include "moe/synthetic.h"
 #include "moe/weights.h"
 
@@ -129,10 +130,13 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
   Ceilings ceilings(options.threads);
   std::vector<BenchRow> rows;
   for (const SchemeId id : options.schemes) {
-    const Result<SyntheticLayers> layers = SyntheticLayers::create(options.shape, id, options.weight_bytes);
+    const Result<SyntheticLayers> layers =
+        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens) {
-      Result<BenchRow> row = time_row(*layers, tokens, options, ceilings);
+      Result<BenchRow> row = options.device.kind == Device::Kind::cpu
+                                 ? time_row(*layers, tokens, options, ceilings)
+                                 : time_row_on_gpu(*layers, tokens, options);
       if (!row) return row.status();
       rows.push_back(*row);
       if (on_row) on_row(*row);
