@@ -122,17 +122,23 @@ class LayerRun {
     route();
     give_routing();
     const GemmKernel gate_up = find(b_.routed, weights_.gate_up), down = find(b_.routed, weights_.down);
-    launched(cut_items(gate_up), "cut tokens into items");
+    if (!whole_experts(gate_up) || shared) launched(cut_items(gate_up), "cut tokens into items");
 
-    InputArgs in = rows(b_.routed.in, call_.inputs.hidden, per_slot ? slots_ : tokens_);
-    if (per_slot) {
-      in.gather = in.slots = b_.sorted_slots.at(base_);
-      in.gather_divisor = spec_.top_k;
-      in.experts = b_.topk_ids.at(base_);
-      in.static_scales = weights_.input_scales;
+    GemmArgs first = gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, whole_experts(gate_up));
+    if (takes_hidden_states(b_.routed.in)) {
+      first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
+      // No kernel came between the one that wrote the items and this multiply.
+      first.items_are_old = false;
+    } else {
+      InputArgs in = rows(b_.routed.in, call_.inputs.hidden, per_slot ? slots_ : tokens_);
+      if (per_slot) {
+        in.gather = in.slots = b_.sorted_slots.at(base_);
+        in.gather_divisor = spec_.top_k;
+        in.experts = b_.topk_ids.at(base_);
+        in.static_scales = weights_.input_scales;
+      }
+      launched(launch_inputs(in, stream_), "round inputs");
     }
-    launched(launch_inputs(in, stream_), "round inputs");
-    GemmArgs first = gemm(b_.routed, weights_.gate_up, GemmKind::gate_up);
     if (!per_slot) {
       first.inputs.slots = b_.sorted_slots.at(base_);
       first.inputs.top_k = spec_.top_k;
@@ -141,7 +147,7 @@ class LayerRun {
     first.up_bias = weights_.up_bias;
     launched(launch_gemm(gate_up, first, blocks(), stream_), "multiply by gate and up");
     round_mid(b_.routed, slots_, per_slot);
-    GemmArgs second = gemm(b_.routed, weights_.down, GemmKind::down);
+    GemmArgs second = gemm(b_.routed, weights_.down, GemmKind::down, whole_experts(gate_up));
     second.bias = weights_.down_bias;
     launched(launch_gemm(down, second, blocks(), stream_), "multiply by down");
 
@@ -158,6 +164,19 @@ class LayerRun {
 
   GemmKernel find(const FfnBuffers& ffn, const DeviceMatrices& m) const {
     return find_gemm(ffn.scheme, m.wide, input_kind(ffn.in.activation), tokens_ <= kTileTokens);
+  }
+
+  /// Whether an item takes all slots of any expert. Ids that are given may name one more than once.
+  bool whole_experts(const GemmKernel& kernel) const {
+    return (call_.inputs.topk_ids == nullptr ? tokens_ : slots_) <= kernel.tokens;
+  }
+
+  /// Whether the multiply can read the hidden states as they are.
+  bool takes_hidden_states(const InputBuffers& in) const {
+    const MatrixView& x = call_.inputs.hidden;
+    const DType dtype = in.activation.value == formats::f16 ? DType::f16 : DType::bf16;
+    return !in.activation.quantized() && x.dtype == dtype && in.stride == spec_.hidden &&
+           reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0;
   }
 
   /// Expert ids and weights of every token, and slots in the order of experts.
@@ -238,14 +257,14 @@ class LayerRun {
   }
 
   /// Without inputs.slots and biases.
-  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind) const {
+  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind, bool all_of_an_expert) const {
     const bool down = kind == GemmKind::down;
     const std::int64_t n = down ? spec_.hidden : ffn.intermediate, k = down ? ffn.intermediate : spec_.hidden;
     const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme).weight, m.wide), n, k, down ? 1 : 2);
     GemmArgs args{.weights = m.data,
                   .expert_stride = m.expert_stride,
-                  .units = static_cast<std::int32_t>(shape.units),
-                  .records = static_cast<std::int32_t>(shape.records),
+                  .groups = static_cast<std::int32_t>(shape.units / kGroupUnits),
+                  .steps = static_cast<std::int32_t>(shape.records),
                   .rows = static_cast<std::int32_t>(n),
                   .inputs = (down ? ffn.mid : ffn.in).gemm(base_),
                   .items = ffn.items.at(base_),
@@ -253,6 +272,12 @@ class LayerRun {
                   .items_are_old = true,
                   .kind = kind,
                   .activation = spec_.activation};
+    if (all_of_an_expert) {
+      args.items = nullptr;
+      args.active_experts = b_.active_experts.at(base_);
+      args.expert_offsets = b_.expert_offsets.at(base_);
+      args.item_count = b_.active_count.at(base_);
+    }
     const Operand& a = ffn.mid.activation;
     if (down) {
       args.out = ffn.out.at(base_);
@@ -283,11 +308,11 @@ class LayerRun {
     const FfnBuffers& ffn = b_.shared;
     launched(launch_inputs(rows(ffn.in, call_.inputs.hidden, tokens_), stream_), "round shared inputs");
     launched(launch_gemm(find(ffn, weights_.shared_gate_up),
-                         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up), blocks(), stream_),
+                         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, false), blocks(), stream_),
              "multiply by the shared gate and up");
     round_mid(ffn, tokens_, false);
-    launched(launch_gemm(find(ffn, weights_.shared_down), gemm(ffn, weights_.shared_down, GemmKind::down),
-                         blocks(), stream_),
+    launched(launch_gemm(find(ffn, weights_.shared_down),
+                         gemm(ffn, weights_.shared_down, GemmKind::down, false), blocks(), stream_),
              "multiply by the shared down");
   }
 

@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kThreads) read_kernel(const ReadArgs args, uin
     for (int i = 0; i < kAhead; ++i) {
       const unsigned piece = first + i * gridDim.x, word = piece % pieces * kThreads + threadIdx.x;
       if (piece < all && word < words)
-        read[i] = __ldcs(reinterpret_cast<const uint4*>(args.base + args.indices[piece / pieces] * args.stride) + word);
+        read[i] = __ldcs(
+            reinterpret_cast<const uint4*>(args.base + args.indices[piece / pieces] * args.stride) + word);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) sum.x ^= read[i].x ^ read[i].y ^ read[i].z ^ read[i].w;

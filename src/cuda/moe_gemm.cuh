@@ -2,10 +2,11 @@
 /// \file
 /// The kernel of moe_gemm.h. Weights are the A operand of m16n8k16 multiplies, tokens the B operand.
 ///
-/// All records of all items form one sequence. Each thread block takes an equal run of whole units, each of
-/// its warps an equal run of the block's records: a stream of memory that it copies through a ring of its
-/// own, decodes and multiplies, without a barrier. A unit whose records several warps have is added up, in
-/// the order of k, by the warp that has its first ones.
+/// A step is the records of the same 128 columns of a group of units (packed.h). All steps of all groups of
+/// all items form one sequence. Each thread block takes an equal run of whole groups, each of its warps an
+/// equal run of the block's steps: a stream of memory that it copies through a ring of its own, decodes and
+/// multiplies, without meeting the others. A group whose steps several warps have is added up, in the order
+/// of k, by the warp that has its first ones.
 
 #include "cuda/moe_gemm.h"
 #include "cuda/ptx.cuh"
@@ -28,21 +29,31 @@ struct GemmTraits {
 
   static constexpr int warps = kGemmThreads / 32;
   static constexpr int record_bytes = P.record_bytes();
-  static constexpr int chunk = record_bytes < 2048 ? 4 : record_bytes < 4096 ? 2 : 1;  // records
-  static constexpr int chunk_bytes = chunk * record_bytes;
-  static constexpr int partial_bytes = tiles * 4 * 32 * static_cast<int>(sizeof(float));
-  static constexpr int stages = (232448 / warps - partial_bytes) / chunk_bytes >= 3 ? 3 : 2;
-  static constexpr int shared_bytes = warps * (partial_bytes + stages * chunk_bytes);
+  static constexpr int step_bytes = kGroupUnits * record_bytes;  ///< the same columns of all units of a group
+  static constexpr int chunk = step_bytes < 4096 ? 2 : 1;        ///< steps that are copied together
+  static constexpr int chunk_bytes = chunk * step_bytes;
+  static constexpr int partial_bytes = kGroupUnits * tiles * 4 * 32 * static_cast<int>(sizeof(float));
+  static constexpr int stages =
+      (232448 / warps - partial_bytes) / (chunk_bytes + 16) >= 3 && tiles == 1 ? 3 : 2;
+  static constexpr int ring_bytes = stages * (chunk_bytes + 16);
+  static constexpr int shared_bytes = warps * (partial_bytes + ring_bytes);
 };
 
-/// Sums of a unit: of each tile the rows lane / 4 and + 8 by two columns.
+/// Sums of a group of units: of each unit and tile the rows lane / 4 and + 8 by two columns.
 template <class T>
-using Sums = float[T::tiles][4];
+using Sums = float[kGroupUnits][T::tiles][4];
 
-/// The records that a warp multiplies: a run of the sequence of all items' units' records.
+/// Item i: a part of an expert's tokens, or, without a list of items, all tokens of an expert in use.
+__device__ __forceinline__ Item item_at(const GemmArgs& args, int i) {
+  if (args.items != nullptr) return args.items[i];
+  const int expert = args.active_experts[i], first = args.expert_offsets[expert];
+  return {expert, first, args.expert_offsets[expert + 1] - first, 0};
+}
+
+/// The steps that a warp multiplies: a run of the sequence of all items' groups' steps.
 struct Share {
-  int item = 0, unit = 0, record = 0;  ///< where it begins
-  int records = 0;
+  int item = 0, group = 0, step = 0;  ///< where it begins
+  int steps = 0;
 };
 
 __device__ __forceinline__ int split(int total, int parts, int part) {
@@ -50,72 +61,83 @@ __device__ __forceinline__ int split(int total, int parts, int part) {
   return part * each + min(part, rest);
 }
 
-__device__ __forceinline__ Share share_of_warp(const GemmArgs& args, int warp, int warps,
-                                               int* block_records) {
-  const int units = *args.item_count * args.units;
-  const int first = split(units, gridDim.x, blockIdx.x), last = split(units, gridDim.x, blockIdx.x + 1);
-  *block_records = (last - first) * args.records;
-  const int begin = split(*block_records, warps, warp);
-  const int unit = first + begin / args.records;
-  return {unit / args.units, unit % args.units, begin % args.records,
-          split(*block_records, warps, warp + 1) - begin};
+__device__ __forceinline__ Share share_of_warp(const GemmArgs& args, int warp, int warps, int* block_steps) {
+  const int groups = *args.item_count * args.groups;
+  const int first = split(groups, gridDim.x, blockIdx.x), last = split(groups, gridDim.x, blockIdx.x + 1);
+  *block_steps = (last - first) * args.steps;
+  const int begin = split(*block_steps, warps, warp);
+  const int group = first + begin / args.steps;
+  return {group / args.groups, group % args.groups, begin % args.steps,
+          split(*block_steps, warps, warp + 1) - begin};
 }
 
-/// A warp's records on their way through shared memory: chunks of some KB, so that reads of DRAM are long.
+/// A warp's steps on their way through shared memory: chunks of some KB, so that reads of DRAM are long.
 template <class T>
 class Ring {
  public:
   __device__ Ring(const GemmArgs& args, const Share& share, std::byte* memory, int lane)
-      : args_(args), memory_(memory), lane_(lane), left_(share.records), item_(share.item) {
-    if (left_ > 0) enter(share.unit * args.records + share.record);
+      : args_(args),
+        full_(reinterpret_cast<std::uint64_t*>(memory)),
+        chunks_(memory + T::stages * 16),
+        lane_(lane),
+        left_(share.steps),
+        item_(share.item) {
+    if (lane < T::stages) init_barrier(full_ + lane);
+    publish_barriers();
+    __syncwarp();
+    if (lane != 0 || left_ == 0) return;
+    enter(share.group * args.steps + share.step);
     for (int i = 0; i < T::stages - 1; ++i) load(i);
-    loading_ = T::stages - 1;
   }
 
-  /// The next chunk, as soon as it is there; starts to copy another one into the place of the last.
+  /// The next chunk, as soon as it is there; another one begins to be copied into the place of the last.
   __device__ const std::byte* next() {
-    wait_copies<T::stages - 2>();
-    __syncwarp();
-    load(loading_);
-    const std::byte* chunk = memory_ + reading_ * T::chunk_bytes;
-    loading_ = loading_ + 1 == T::stages ? 0 : loading_ + 1;
-    reading_ = reading_ + 1 == T::stages ? 0 : reading_ + 1;
+    __syncwarp();  // all lanes have read the last
+    if (lane_ == 0) load(reading_ == 0 ? T::stages - 1 : reading_ - 1);
+    wait_barrier(full_ + reading_, parity_);
+    const std::byte* chunk = chunks_ + reading_ * T::chunk_bytes;
+    if (++reading_ == T::stages) {
+      reading_ = 0;
+      parity_ ^= 1;
+    }
     return chunk;
   }
 
  private:
-  __device__ void enter(int record) {
-    const int all = args_.units * args_.records;
-    const std::int64_t begin = T::P.row_scale ? args_.units * kUnitRows * 4 : 0;
-    from_ = args_.weights + args_.items[item_].expert * args_.expert_stride + begin +
-            static_cast<std::int64_t>(record) * T::record_bytes;
-    item_left_ = all - record;
+  __device__ void enter(int step) {
+    const std::int64_t begin = T::P.row_scale ? args_.groups * (kGroupUnits * kUnitRows * 4) : 0;
+    const int expert = args_.items != nullptr ? args_.items[item_].expert : args_.active_experts[item_];
+    from_ = args_.weights + expert * args_.expert_stride + begin +
+            static_cast<std::int64_t>(step) * T::step_bytes;
+    item_left_ = args_.groups * args_.steps - step;
   }
 
   __device__ void load(int stage) {
-    constexpr int bytes = T::record_bytes;
-    std::byte* to = memory_ + stage * T::chunk_bytes;
-    for (int i = 0; i < T::chunk && left_ > 0; ++i, --left_) {
+    int steps = min(T::chunk, left_);
+    if (steps == 0) return;
+    left_ -= steps;
+    expect_bytes(full_ + stage, steps * T::step_bytes);
+    for (std::byte* to = chunks_ + stage * T::chunk_bytes; steps > 0;) {
       if (item_left_ == 0) {
         ++item_;
         enter(0);
       }
-#pragma unroll
-      for (int at = 0; at < bytes; at += kLineBytes)
-        if (at + kLineBytes <= bytes || lane_ * 16 < bytes - at)
-          copy16_async(to + at + lane_ * 16, from_ + at + lane_ * 16);
-      to += bytes;
-      from_ += bytes;
-      --item_left_;
+      const int run = min(steps, item_left_);
+      copy_bulk(to, from_, run * T::step_bytes, full_ + stage);
+      to += run * T::step_bytes;
+      from_ += run * T::step_bytes;
+      item_left_ -= run;
+      steps -= run;
     }
-    commit_copies();
   }
 
   const GemmArgs& args_;
-  std::byte* memory_;
+  std::uint64_t* full_;
+  std::byte* chunks_;
   const std::byte* from_ = nullptr;
   int lane_, left_, item_, item_left_ = 0;
-  int loading_ = 0, reading_ = 0;
+  int reading_ = 0;
+  std::uint32_t parity_ = 0;
 };
 
 /// The tokens of an item, as this lane needs them: as columns lane / 4 of B, and 2 (lane % 4) and + 1 of the
@@ -123,7 +145,7 @@ class Ring {
 template <class T>
 struct Columns {
   Item item{};
-  const std::uint16_t* rows[T::tiles];  // nullptr: there is no such token
+  const std::uint16_t* rows[T::tiles];  // those that the item lacks are its last one, and are not used
   const float* scales[T::record_scales ? T::tiles : 1][2];
 
   static __device__ std::int64_t input_row(const GemmInputs& in, int position) {
@@ -131,13 +153,12 @@ struct Columns {
   }
 
   __device__ void set(const GemmArgs& args, int index, int lane) {
-    item = args.items[index];
+    item = item_at(args, index);
     const GemmInputs& in = args.inputs;
 #pragma unroll
     for (int t = 0; t < T::tiles; ++t) {
-      const int column = t * kTileTokens + lane / 4;
-      rows[t] = column < item.count ? in.rows + input_row(in, item.first + column) * in.stride + lane % 4 * 8
-                                    : nullptr;
+      const int column = min(t * kTileTokens + lane / 4, item.count - 1);
+      rows[t] = in.rows + input_row(in, item.first + column) * in.stride + lane % 4 * 8;
       if constexpr (T::record_scales)
         for (int c = 0; c < 2; ++c) {
           const int token = min(t * kTileTokens + lane % 4 * 2 + c, item.count - 1);
@@ -146,7 +167,7 @@ struct Columns {
     }
   }
   __device__ uint4 load(int tile, int column) const {
-    return rows[tile] == nullptr ? uint4{} : *reinterpret_cast<const uint4*>(rows[tile] + column);
+    return *reinterpret_cast<const uint4*>(rows[tile] + column);
   }
 };
 
@@ -201,11 +222,14 @@ struct RecordScales {
     else
       return decode<P.scale>(code(group, half));
   }
-  /// decode8's term for the group of column k.
+  /// decode8's term for 8 columns of a block of 32, those from 8 * quarter on.
   template <Format M>
-  __device__ Pair term(int k, int half) const {
-    if constexpr (P.folded) return folded_term<P, M>(code(k / P.group, half));
-    if constexpr (P.zeros) return zero_term<P, M>(zeros[0] >> (k / P.group * 8 + half * 4) & 15);
+  __device__ Pair term(int block, int quarter, int half) const {
+    if constexpr (P.folded) {  // groups of 16
+      static_assert(!P.folded || (P.group == 16 && P.scale.bits == 8));
+      return folded_term<P, M>(words[block] >> (quarter / 2 * 16 + half * 8) & 0xff);
+    }
+    if constexpr (P.zeros) return zero_term<P, M>(zeros[0] >> (block * 32 / P.group * 8 + half * 4) & 15);
     return 0;
   }
 };
@@ -224,7 +248,7 @@ __device__ __forceinline__ void add_group(const RecordScales<T::P>& scales, int 
 
 /// 16 columns of both rows, as two bf16 numbers each if need be, by one tile of tokens.
 template <class T>
-__device__ __forceinline__ void multiply_step(const Pair (&a)[4], Pair b0, Pair b1, float (&sums)[4]) {
+__device__ __forceinline__ void multiply_columns(const Pair (&a)[4], Pair b0, Pair b1, float (&sums)[4]) {
   if constexpr (T::split_weights) {
     Pair high[4], low[4];
     for (int i = 0; i < 4; ++i) split_f16(a[i], high[i], low[i]);
@@ -241,37 +265,44 @@ __device__ __forceinline__ void multiply_step(const Pair (&a)[4], Pair b0, Pair 
   }
 }
 
-/// Record `index` of a unit by all tokens of the item.
+/// Step `index` of a group of units by all tokens of the item.
 template <class T>
-__device__ __forceinline__ void multiply_record(const std::byte* record, int index, const Columns<T>& columns,
-                                                int lane, Sums<T>& sums) {
+__device__ __forceinline__ void multiply_step(const std::byte* step, int index, const Columns<T>& columns,
+                                              int lane, Sums<T>& sums) {
   constexpr PackedFormat P = T::P;
   constexpr int per_row = P.value.bits / 4;  // words of 8 codes
-  const RecordScales<P> scales(record, lane / 4);
   float x_scales[T::tiles][2];
   if constexpr (T::record_scales)
     for (int t = 0; t < T::tiles; ++t)
       for (int c = 0; c < 2; ++c) x_scales[t][c] = columns.scales[t][c][index];
 
-  float parts[T::tiles][4] = {};  // sums of a group
+  const RecordScales<P> scales[kGroupUnits] = {{step, lane / 4}, {step + T::record_bytes, lane / 4}};
+  Sums<T> parts = {};  // of a group of columns
 #pragma unroll
   for (int block = 0; block < kRecordColumns / 32; ++block) {
-    alignas(16) std::uint32_t words[2 * per_row];
-    load_block<per_row>(record, block, lane, words);
-    Pair rows[2][4];  // 8 columns of rows lane / 4 and + 8
-    for (int half = 0; half < 2; ++half)
-      decode8<P, T::M>(words + half * per_row, scales.template term<T::M>(block * 32 + lane % 4 * 8, half),
-                       rows[half]);
+    uint4 x[T::tiles];
 #pragma unroll
-    for (int t = 0; t < T::tiles; ++t) {
-      if (t > 0 && t * kTileTokens >= columns.item.count) break;
-      const uint4 x = columns.load(t, index * kRecordColumns + block * 32);
-      float(&to)[4] = T::scaled_groups ? parts[t] : sums[t];
-      multiply_step<T>({rows[0][0], rows[1][0], rows[0][1], rows[1][1]}, x.x, x.y, to);
-      multiply_step<T>({rows[0][2], rows[1][2], rows[0][3], rows[1][3]}, x.z, x.w, to);
-      if constexpr (T::scaled_groups)
-        if ((block + 1) * 32 % P.group == 0)
-          add_group<T>(scales, block * 32 / P.group, x_scales[t], sums[t], parts[t]);
+    for (int t = 0; t < T::tiles; ++t)
+      if (t == 0 || t * kTileTokens < columns.item.count)
+        x[t] = columns.load(t, index * kRecordColumns + block * 32);
+#pragma unroll
+    for (int unit = 0; unit < kGroupUnits; ++unit) {
+      alignas(16) std::uint32_t words[2 * per_row];
+      load_block<per_row>(step + unit * T::record_bytes, block, lane, words);
+      Pair rows[2][4];  // 8 columns of rows lane / 4 and + 8
+      for (int half = 0; half < 2; ++half)
+        decode8<P, T::M>(words + half * per_row, scales[unit].template term<T::M>(block, lane % 4, half),
+                         rows[half]);
+#pragma unroll
+      for (int t = 0; t < T::tiles; ++t) {
+        if (t > 0 && t * kTileTokens >= columns.item.count) break;
+        float(&to)[4] = T::scaled_groups ? parts[unit][t] : sums[unit][t];
+        multiply_columns<T>({rows[0][0], rows[1][0], rows[0][1], rows[1][1]}, x[t].x, x[t].y, to);
+        multiply_columns<T>({rows[0][2], rows[1][2], rows[0][3], rows[1][3]}, x[t].z, x[t].w, to);
+        if constexpr (T::scaled_groups)
+          if ((block + 1) * 32 % P.group == 0)
+            add_group<T>(scales[unit], block * 32 / P.group, x_scales[t], sums[unit][t], parts[unit][t]);
+      }
     }
   }
 }
@@ -304,7 +335,8 @@ __device__ __forceinline__ void store(const GemmArgs& args, int position, int ro
 
 /// What follows the multiply, for the two rows and two columns a tile that this lane has of a unit.
 template <class T>
-__device__ void finish_unit(const GemmArgs& args, const Item& item, int unit, int lane, const Sums<T>& sums) {
+__device__ void finish_unit(const GemmArgs& args, const Item& item, int unit, int lane,
+                            const float (&sums)[T::tiles][4]) {
   constexpr auto power = static_cast<float>(1 << decoded_power<T::P, T::M>());
   const int row = lane / 4;
   float low = power, high = power;
@@ -328,7 +360,7 @@ __device__ void finish_unit(const GemmArgs& args, const Item& item, int unit, in
       if (args.kind == GemmKind::gate_up) {
         const int channel = unit * 8 + row;
         // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
-        const int end = unit + 1 == args.units ? static_cast<int>(args.out_stride) : 0;
+        const int end = unit + 1 == args.groups * kGroupUnits ? static_cast<int>(args.out_stride) : 0;
         for (int pad = channel < args.rows ? channel + 8 : channel; pad < end; pad += 8)
           if (pad >= args.rows) store(args, position, pad, 0.0f);
         if (channel >= args.rows) continue;
@@ -346,16 +378,43 @@ __device__ void finish_unit(const GemmArgs& args, const Item& item, int unit, in
     }
 }
 
-/// Adds what the next warps have of the unit that a warp has begun and not ended: theirs are the first
-/// records of their shares.
 template <class T>
-__device__ __forceinline__ void add_partials(const float* partials, int warp, int block_records, int missing,
+__device__ __forceinline__ void finish_group(const GemmArgs& args, const Item& item, int group, int lane,
+                                             const Sums<T>& sums) {
+#pragma unroll 1
+  for (int unit = 0; unit < kGroupUnits; ++unit) {
+    float one[T::tiles][4];
+    for (int t = 0; t < T::tiles; ++t)
+      for (int i = 0; i < 4; ++i) one[t][i] = unit == 0 ? sums[0][t][i] : sums[1][t][i];
+    finish_unit<T>(args, item, group * kGroupUnits + unit, lane, one);
+  }
+}
+
+/// A warp's sums of a group that another warp has begun.
+template <class T>
+__device__ __forceinline__ float& partial(float* partials, int warp, int index, int lane) {
+  return partials[(warp * kGroupUnits * T::tiles * 4 + index) * 32 + lane];
+}
+template <class T>
+__device__ __forceinline__ void leave_partial(float* partials, int warp, int lane, const Sums<T>& sums) {
+  int index = 0;
+  for (const auto& unit : sums)
+    for (const auto& tile : unit)
+      for (const float sum : tile) partial<T>(partials, warp, index++, lane) = sum;
+}
+
+/// Adds what the next warps have of the group that a warp has begun and not ended: theirs are the first steps
+/// of their shares.
+template <class T>
+__device__ __forceinline__ void add_partials(float* partials, int warp, int block_steps, int missing,
                                              int lane, Sums<T>& sums) {
   for (int next = warp + 1; missing > 0; ++next) {
-    const int theirs = split(block_records, T::warps, next + 1) - split(block_records, T::warps, next);
+    const int theirs = split(block_steps, T::warps, next + 1) - split(block_steps, T::warps, next);
     if (theirs == 0) continue;
-    for (int t = 0; t < T::tiles; ++t)
-      for (int i = 0; i < 4; ++i) sums[t][i] += partials[((next * T::tiles + t) * 4 + i) * 32 + lane];
+    int index = 0;
+    for (auto& unit : sums)
+      for (auto& tile : unit)
+        for (float& sum : tile) sum += partial<T>(partials, next, index++, lane);
     missing -= theirs;
   }
 }
@@ -365,51 +424,47 @@ __global__ void __launch_bounds__(kGemmThreads, 1) moe_gemm(const __grid_constan
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto* partials = reinterpret_cast<float*>(shared);
-  std::byte* memory = reinterpret_cast<std::byte*>(shared) + T::warps * T::partial_bytes;
+  std::byte* rings = reinterpret_cast<std::byte*>(shared) + T::warps * T::partial_bytes;
 
   if (!args.items_are_old) wait_for_previous_kernel();
-  int block_records = 0;
-  const Share share = share_of_warp(args, warp, T::warps, &block_records);
-  Ring<T> ring(args, share, memory + warp * T::stages * T::chunk_bytes, lane);
+  int block_steps = 0;
+  const Share share = share_of_warp(args, warp, T::warps, &block_steps);
+  Ring<T> ring(args, share, rings + warp * T::ring_bytes, lane);
   if (args.items_are_old) wait_for_previous_kernel();
   let_next_kernel_start();
 
-  int item = share.item, unit = share.unit, record = share.record;
-  bool begun = record == 0;  // the unit, by this warp
+  int item = share.item, group = share.group, step = share.step;
+  bool begun = step == 0;  // the group, by this warp
   Columns<T> columns;
-  if (share.records > 0) columns.set(args, item, lane);
+  if (share.steps > 0) columns.set(args, item, lane);
   Sums<T> sums = {};
-  const auto leave = [&] {  // for another warp to add
-    for (int t = 0; t < T::tiles; ++t)
-      for (int i = 0; i < 4; ++i) partials[((warp * T::tiles + t) * 4 + i) * 32 + lane] = sums[t][i];
-  };
-  for (int left = share.records; left > 0;) {
+  for (int left = share.steps; left > 0;) {
     const std::byte* chunk = ring.next();
     for (int i = 0; i < T::chunk && left > 0; ++i, --left) {
-      multiply_record<T>(chunk + i * T::record_bytes, record, columns, lane, sums);
-      if (++record < args.records) continue;
+      multiply_step<T>(chunk + i * T::step_bytes, step, columns, lane, sums);
+      if (++step < args.steps) continue;
       if (begun)
-        finish_unit<T>(args, columns.item, unit, lane, sums);
+        finish_group<T>(args, columns.item, group, lane, sums);
       else
-        leave();
-      for (auto& tile : sums)
-        for (float& sum : tile) sum = 0;
-      record = 0;
+        leave_partial<T>(partials, warp, lane, sums);
+      for (auto& unit : sums)
+        for (auto& tile : unit)
+          for (float& sum : tile) sum = 0;
+      step = 0;
       begun = true;
-      if (++unit == args.units) {
-        unit = 0;
+      if (++group == args.groups) {
+        group = 0;
         ++item;
         if (left > 1) columns.set(args, item, lane);
       }
     }
   }
-  const bool ended = record == 0;
-  if (!ended && !begun) leave();  // all its records are of the middle of one unit
-  wait_copies<0>();
+  const bool ended = step == 0;
+  if (!ended && !begun) leave_partial<T>(partials, warp, lane, sums);  // all its steps are inside one group
   __syncthreads();
   if (ended || !begun) return;
-  add_partials<T>(partials, warp, block_records, args.records - record, lane, sums);
-  finish_unit<T>(args, columns.item, unit, lane, sums);
+  add_partials<T>(partials, warp, block_steps, args.steps - step, lane, sums);
+  finish_group<T>(args, columns.item, group, lane, sums);
 }
 
 }  // namespace gatefold::cuda

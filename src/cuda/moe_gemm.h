@@ -30,11 +30,13 @@ struct GemmInputs {
 enum class GemmKind : std::uint8_t { gate_up, down };
 
 struct GemmArgs {
-  const std::byte* weights = nullptr;             ///< of expert 0 (packed.h)
-  std::int64_t expert_stride = 0;                 ///< bytes
-  std::int32_t units = 0, records = 0, rows = 0;  ///< rows: of one matrix
+  const std::byte* weights = nullptr;            ///< of expert 0 (packed.h)
+  std::int64_t expert_stride = 0;                ///< bytes
+  std::int32_t groups = 0, steps = 0, rows = 0;  ///< of units; of a group; of one matrix
   GemmInputs inputs;
+  /// nullptr: all tokens of an expert are an item, of which active_experts and expert_offsets tell.
   const Item* items = nullptr;
+  const std::int32_t *active_experts = nullptr, *expert_offsets = nullptr;
   const std::int32_t* item_count = nullptr;
   /// Whether the items were written by a kernel before the previous one, so that weights may be read early.
   bool items_are_old = false;

@@ -34,7 +34,7 @@ GemmKernel gemm_kernel() {
 template <class S, bool kWide>
 GemmKernel find_for(InputKind input, bool few) {
   const auto of = [&]<InputKind kInput>() {
-    return few ? gemm_kernel<S, kWide, kInput, 1>() : gemm_kernel<S, kWide, kInput, 4>();
+    return few ? gemm_kernel<S, kWide, kInput, 1>() : gemm_kernel<S, kWide, kInput, 2>();
   };
   if (input == InputKind::bf16) return of.template operator()<InputKind::bf16>();
   if (input == InputKind::f16) return of.template operator()<InputKind::f16>();

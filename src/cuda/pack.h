@@ -109,7 +109,7 @@ GATEFOLD_HD std::uint32_t zero_of(const PackJob& job, std::int64_t unit, std::in
 GATEFOLD_HD void pack_record(const PackJob& job, std::int64_t unit, std::int64_t record, int worker,
                              int workers) {
   const PackedFormat& p = job.shape.format;
-  std::byte* out = job.out + job.shape.records_at() + (unit * job.shape.records + record) * p.record_bytes();
+  std::byte* out = job.out + job.shape.record_at(unit, record);
   for (int i = worker; i < p.value_bytes() / 4; i += workers)
     reinterpret_cast<std::uint32_t*>(out)[i] = value_word(job, unit, record, i);
   if (!p.scale.stored()) return;

@@ -10,9 +10,10 @@
 /// so that 8 columns are neighbours in memory.
 ///
 /// A matrix [n, k] is [16] f32 a unit of 16 rows (a channel's, tensor's or second-level scale; NaN for rows
-/// that hold a NaN), where the format has such scales, and then its records, [unit][record]. Two matrices
-/// that are multiplied by the same inputs, gate and up, share units: rows 0-7 of one, rows 8-15 of the other.
-/// Rows and columns that the matrices lack are 0.
+/// that hold a NaN), where the format has such scales, and then its records, [pair of units][column of
+/// records][unit of the pair]: a warp multiplies both units by the activations that it has loaded. Two
+/// matrices that are multiplied by the same inputs, gate and up, share units: rows 0-7 of one, rows 8-15 of
+/// the other. Rows and columns that the matrices lack are 0.
 
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +25,7 @@ namespace gatefold::cuda {
 
 inline constexpr int kPackedVersion = 1;
 inline constexpr int kUnitRows = 16;
+inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
 inline constexpr int kRecordColumns = 128;
 inline constexpr int kLineBytes = 512;
 
@@ -83,17 +85,21 @@ struct PackedShape {
   PackedFormat format;
   int matrices = 1;
   std::int64_t n = 0, k = 0;
-  std::int64_t units = 0, records = 0;  ///< records of a unit
+  std::int64_t units = 0, records = 0;  ///< units: whole pairs; records of a unit
 
   constexpr PackedShape(const PackedFormat& f, std::int64_t rows, std::int64_t columns, int count)
       : format(f),
         matrices(count),
         n(rows),
         k(columns),
-        units((rows + kUnitRows / count - 1) / (kUnitRows / count)),
+        units((rows + kGroupUnits * kUnitRows / count - 1) / (kGroupUnits * kUnitRows / count) * kGroupUnits),
         records((columns + kRecordColumns - 1) / kRecordColumns) {}
   constexpr std::int64_t records_at() const {
     return format.row_scale ? units * kUnitRows * static_cast<std::int64_t>(sizeof(float)) : 0;
+  }
+  constexpr std::int64_t record_at(std::int64_t unit, std::int64_t record) const {
+    return records_at() + ((unit / kGroupUnits * records + record) * kGroupUnits + unit % kGroupUnits) *
+                              format.record_bytes();
   }
   constexpr std::int64_t bytes() const { return records_at() + units * records * format.record_bytes(); }
 };

@@ -25,20 +25,46 @@ __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], Pair b0, 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// 16 bytes from global to shared memory, past L1.
-__device__ __forceinline__ void copy16_async(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global)
+__device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+/// A barrier in shared memory that counts bytes: one arrival a phase.
+__device__ __forceinline__ void init_barrier(std::uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+/// Makes this thread's initialized barriers visible to copies.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+/// The phase ends when so many bytes have been copied.
+__device__ __forceinline__ void expect_bytes(std::uint64_t* barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
+/// Waits until the phase with this parity (0, 1, 0, ...) has ended.
+__device__ __forceinline__ void wait_barrier(std::uint64_t* barrier, std::uint32_t parity) {
+  std::uint32_t done = 0;
+  while (done == 0)
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
 }
-/// Until at most `kPending` of this thread's groups of copies are under way.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+/// Bytes, a multiple of 16, from global to shared memory, counted by a barrier. For one thread.
+__device__ __forceinline__ void copy_bulk(void* shared, const void* global, std::uint32_t bytes,
+                                          std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
 }
 
 /// Programmatic dependent launch: waits until the kernels before this one are done and their writes visible.

@@ -194,30 +194,40 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
   return {};
 }
 
+namespace {
+
+std::string describe_tuning(const CpuTuning (&tuning)[kTokenClasses]) {
+  constexpr const char* counts[kTokenClasses] = {"1-2 tokens", "3-16 tokens", "more tokens"};
+  std::string text;
+  for (int tokens = 0; tokens < kTokenClasses; ++tokens)
+    text += fmt::format("{}: prefetch {}, split {}, up to {} prepared by one thread\n", counts[tokens],
+                        tuning[tokens].prefetch < 0 ? "by CPU" : fmt::to_string(tuning[tokens].prefetch),
+                        tuning[tokens].split, tuning[tokens].serial_tokens);
+  if (const std::string& warning = TuningFile::installed().warning; !warning.empty()) text += warning + "\n";
+  return text;
+}
+
+}  // namespace
+
 std::string MoePlan::describe() const {
   const State& plan = *state_;
   const MoeSpec& spec = plan.spec;
   const Scheme& row = scheme(spec.scheme);
   const Operand activation = effective_activation(spec.scheme, spec, plan.options);
   std::string text = fmt::format(
-      "{}: {} experts, top {}, hidden {}, intermediate {}; weights {}; activations {}; up to {} tokens on {} "
-      "threads\n",
+      "{}: {} experts, top {}, hidden {}, intermediate {}; weights {}; activations {}; up to {} tokens on "
+      "{}\n",
       row.name, spec.experts, spec.top_k, spec.hidden, spec.intermediate,
       gatefold::describe(row.weight, true),
       activation.value.stored() ? gatefold::describe(activation, false) : "f32", plan.options.max_tokens,
-      plan.options.threads);
+      plan.device.kind == Device::Kind::cpu ? fmt::format("{} threads", plan.options.threads)
+                                            : fmt::format("GPU {}", plan.device.index));
   if (spec.shared.intermediate != 0)
     text += fmt::format("shared expert: intermediate {}, {}{}\n", spec.shared.intermediate,
                         scheme(spec.shared.scheme).name, spec.shared.gated ? ", gated" : "");
   text += fmt::format("kernel {}\n", plan.kernel->name);
   for (const std::string& why : plan.refused) text += fmt::format("  not {}\n", why);
-  constexpr const char* counts[kTokenClasses] = {"1-2 tokens", "3-16 tokens", "more tokens"};
-  for (int tokens = 0; tokens < kTokenClasses; ++tokens)
-    text += fmt::format(
-        "{}: prefetch {}, split {}, up to {} prepared by one thread\n", counts[tokens],
-        plan.tuning[tokens].prefetch < 0 ? "by CPU" : fmt::to_string(plan.tuning[tokens].prefetch),
-        plan.tuning[tokens].split, plan.tuning[tokens].serial_tokens);
-  if (const std::string& warning = TuningFile::installed().warning; !warning.empty()) text += warning + "\n";
+  if (plan.device.kind == Device::Kind::cpu) text += describe_tuning(plan.tuning);
   text += fmt::format("workspace {} bytes\n", plan.layout.bytes());
   for (const auto& region : plan.layout.regions())
     text += fmt::format("  {:<20} {}\n", region.name, region.bytes);

@@ -65,8 +65,7 @@ Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide) {
 template <PackedFormat P, Format M>
 void read8(const Packed& packed, std::int64_t unit, int r, std::int64_t k, double* values) {
   const PackedShape& s = packed.shape;
-  const std::byte* record =
-      packed.bytes.data() + s.records_at() + (unit * s.records + k / kRecordColumns) * P.record_bytes();
+  const std::byte* record = packed.bytes.data() + s.record_at(unit, k / kRecordColumns);
   const int column = static_cast<int>(k % kRecordColumns), g = column / P.group;
   std::uint32_t words[4] = {};
   for (int i = 0; i < P.value.bits / 4; ++i)
