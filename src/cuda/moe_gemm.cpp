@@ -25,7 +25,7 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int bloc
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kGemmThreads);
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
   config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;

@@ -27,9 +27,9 @@ struct GemmTraits {
   static constexpr bool record_scales = kInput == InputKind::bf16_record_scales;
   static constexpr bool scaled_groups = (P.scale.stored() && !P.folded) || record_scales;
 
-  static constexpr int warps = kGemmThreads / 32;
   static constexpr int record_bytes = P.record_bytes();
   static constexpr int step_bytes = kGroupUnits * record_bytes;  ///< the same columns of all units of a group
+  static constexpr int warps = step_bytes < 8192 ? 16 : 8;       ///< as shared memory has room for
   static constexpr int chunk = step_bytes < 4096 ? 2 : 1;        ///< steps that are copied together
   static constexpr int chunk_bytes = chunk * step_bytes;
   static constexpr int partial_bytes = kGroupUnits * tiles * 4 * 32 * static_cast<int>(sizeof(float));
@@ -420,7 +420,7 @@ __device__ __forceinline__ void add_partials(float* partials, int warp, int bloc
 }
 
 template <class T>
-__global__ void __launch_bounds__(kGemmThreads, 1) moe_gemm(const __grid_constant__ GemmArgs args) {
+__global__ void __launch_bounds__(T::warps * 32, 1) moe_gemm(const __grid_constant__ GemmArgs args) {
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto* partials = reinterpret_cast<float*>(shared);

@@ -51,12 +51,11 @@ struct GemmArgs {
 /// What a multiply's inputs are.
 enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales };
 
-inline constexpr int kGemmThreads = 512;
 inline constexpr int kTileTokens = 8;
 
 struct GemmKernel {
   const void* function = nullptr;  ///< nullptr: there is none
-  int shared_bytes = 0;
+  int threads = 0, shared_bytes = 0;
   int tokens = 0;  ///< the most of an item
 };
 /// `wide`: packed_format. `few`: items have at most 8 tokens.

@@ -28,7 +28,9 @@ constexpr bool has_record_scales(SchemeId id) {
 template <class S, bool kWide, InputKind kInput, int kTiles>
 GemmKernel gemm_kernel() {
   using T = GemmTraits<S, kWide, kInput, kTiles>;
-  return {reinterpret_cast<const void*>(&moe_gemm<T>), T::shared_bytes, T::tiles * kTileTokens};
+  static_assert(T::shared_bytes <= 232448);
+  return {reinterpret_cast<const void*>(&moe_gemm<T>), T::warps * 32, T::shared_bytes,
+          T::tiles * kTileTokens};
 }
 
 template <class S, bool kWide>
