@@ -29,12 +29,13 @@ struct GemmTraits {
 
   static constexpr int record_bytes = P.record_bytes();
   static constexpr int step_bytes = kGroupUnits * record_bytes;  ///< the same columns of all units of a group
-  static constexpr int warps = step_bytes < 8192 ? 16 : 8;       ///< as shared memory has room for
-  static constexpr int chunk = step_bytes < 4096 ? 2 : 1;        ///< steps that are copied together
+  /// As shared memory has room for, or registers: groups of 32 with f32 scales take many.
+  static constexpr int warps =
+      step_bytes >= 8192 || (P.scale.bits == 32 && P.group == 32 && tiles > 1) ? 8 : 16;
+  static constexpr int chunk = step_bytes < 4096 ? 2 : 1;  ///< steps that are copied together
   static constexpr int chunk_bytes = chunk * step_bytes;
   static constexpr int partial_bytes = kGroupUnits * tiles * 4 * 32 * static_cast<int>(sizeof(float));
-  static constexpr int stages =
-      (232448 / warps - partial_bytes) / (chunk_bytes + 16) >= 3 && tiles == 1 ? 3 : 2;
+  static constexpr int stages = 2;  ///< more shared memory would leave L1 too small for the activations
   static constexpr int ring_bytes = stages * (chunk_bytes + 16);
   static constexpr int shared_bytes = warps * (partial_bytes + ring_bytes);
 };
@@ -186,16 +187,16 @@ __device__ __forceinline__ void load_words(const std::byte* from, std::uint32_t*
       reinterpret_cast<uint4*>(words)[i] = reinterpret_cast<const uint4*>(from)[i];
 }
 
-/// The words of 32 columns of rows lane / 4 and + 8. With 4 bits, two blocks share a line.
-template <int kPerRow>
-__device__ __forceinline__ void load_block(const std::byte* record, int block, int lane,
-                                           std::uint32_t* words) {
-  if constexpr (kPerRow == 1)
-    load_words<8>(record + block / 2 * kLineBytes + lane * 16 + block % 2 * 8, words);
-  else
-    for (int i = 0; i < kPerRow / 2; ++i)
-      load_words<16>(record + (block * kPerRow / 2 + i) * kLineBytes + lane * 16, words + 4 * i);
-}
+/// The codes that a lane has of `kLines` lines.
+template <int kLines>
+struct Codes {
+  alignas(16) std::uint32_t words[kLines * 4];
+
+  __device__ __forceinline__ void load(const std::byte* lines, int lane) {
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) load_words<16>(lines + i * kLineBytes + lane * 16, words + 4 * i);
+  }
+};
 
 /// Scales and zero points of a record, for rows lane / 4 and + 8.
 template <PackedFormat P>
@@ -277,33 +278,42 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, int index, 
       for (int c = 0; c < 2; ++c) x_scales[t][c] = columns.scales[t][c][index];
 
   const RecordScales<P> scales[kGroupUnits] = {{step, lane / 4}, {step + T::record_bytes, lane / 4}};
+  // Loads run ahead of what needs them by as many blocks of 32 columns as registers have room for.
+  constexpr int kAhead = T::tiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
   Sums<T> parts = {};  // of a group of columns
 #pragma unroll
-  for (int block = 0; block < kRecordColumns / 32; ++block) {
-    uint4 x[T::tiles];
+  for (int half = 0; half < kRecordColumns / 32 / kAhead; ++half) {
+    Codes<kLines> codes[kGroupUnits];
+    uint4 x[kAhead][T::tiles];
 #pragma unroll
-    for (int t = 0; t < T::tiles; ++t)
-      if (t == 0 || t * kTileTokens < columns.item.count)
-        x[t] = columns.load(t, index * kRecordColumns + block * 32);
+    for (int unit = 0; unit < kGroupUnits; ++unit)
+      codes[unit].load(step + unit * T::record_bytes + half * kLines * kLineBytes, lane);
 #pragma unroll
-    for (int unit = 0; unit < kGroupUnits; ++unit) {
-      alignas(16) std::uint32_t words[2 * per_row];
-      load_block<per_row>(step + unit * T::record_bytes, block, lane, words);
-      Pair rows[2][4];  // 8 columns of rows lane / 4 and + 8
-      for (int half = 0; half < 2; ++half)
-        decode8<P, T::M>(words + half * per_row, scales[unit].template term<T::M>(block, lane % 4, half),
-                         rows[half]);
+    for (int i = 0; i < kAhead; ++i)
 #pragma unroll
-      for (int t = 0; t < T::tiles; ++t) {
-        if (t > 0 && t * kTileTokens >= columns.item.count) break;
-        float(&to)[4] = T::scaled_groups ? parts[unit][t] : sums[unit][t];
-        multiply_columns<T>({rows[0][0], rows[1][0], rows[0][1], rows[1][1]}, x[t].x, x[t].y, to);
-        multiply_columns<T>({rows[0][2], rows[1][2], rows[0][3], rows[1][3]}, x[t].z, x[t].w, to);
-        if constexpr (T::scaled_groups)
-          if ((block + 1) * 32 % P.group == 0)
-            add_group<T>(scales[unit], block * 32 / P.group, x_scales[t], sums[unit][t], parts[unit][t]);
+      for (int t = 0; t < T::tiles; ++t)
+        if (t == 0 || t * kTileTokens < columns.item.count)
+          x[i][t] = columns.load(t, index * kRecordColumns + (half * kAhead + i) * 32);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+      for (int unit = 0; unit < kGroupUnits; ++unit) {
+        const int block = half * kAhead + i;
+        Pair rows[2][4];  // 8 columns of rows lane / 4 and + 8
+        for (int r = 0; r < 2; ++r)
+          decode8<P, T::M>(codes[unit].words + (2 * i + r) * per_row,
+                           scales[unit].template term<T::M>(block, lane % 4, r), rows[r]);
+#pragma unroll
+        for (int t = 0; t < T::tiles; ++t) {
+          if (t > 0 && t * kTileTokens >= columns.item.count) break;
+          float(&to)[4] = T::scaled_groups ? parts[unit][t] : sums[unit][t];
+          multiply_columns<T>({rows[0][0], rows[1][0], rows[0][1], rows[1][1]}, x[i][t].x, x[i][t].y, to);
+          multiply_columns<T>({rows[0][2], rows[1][2], rows[0][3], rows[1][3]}, x[i][t].z, x[i][t].w, to);
+          if constexpr (T::scaled_groups)
+            if ((block + 1) * 32 % P.group == 0)
+              add_group<T>(scales[unit], block * 32 / P.group, x_scales[t], sums[unit][t], parts[unit][t]);
+        }
       }
-    }
   }
 }
 

@@ -52,7 +52,7 @@ GemmKernel find_among(SchemeId id, bool wide, InputKind input, bool few) {
     constexpr Operand w = S::scheme.weight;
     if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id) {
       if (S::id != first_with_weights_of(id)) return;
-      if constexpr (packed_format(w, true) != packed_format(w))
+      if constexpr (may_be_wide(w))
         found = wide ? find_for<S, true>(input, few) : find_for<S, false>(input, few);
       else
         found = find_for<S, false>(input, few);

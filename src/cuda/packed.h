@@ -63,7 +63,12 @@ constexpr bool can_pack(const Operand& w) {
          (w.group.k >= 32 || (w.group.k == 16 && folds(w)));
 }
 
-/// `wide`: group scales are f32, because a checkpoint holds others than the scheme's.
+/// Whether a checkpoint may hold other scales than the scheme's: 16-bit ones, which are then packed as f32.
+constexpr bool may_be_wide(const Operand& w) {
+  return w.group.k != 0 && w.group.n == 1 && w.scale.bits == 16;
+}
+
+/// `wide`: the checkpoint does.
 constexpr PackedFormat packed_format(const Operand& w, bool wide = false) {
   PackedFormat p;
   p.value = w.value;
@@ -74,9 +79,9 @@ constexpr PackedFormat packed_format(const Operand& w, bool wide = false) {
   if (w.group.k == 0) return p;
   p.group = w.group.k < kRecordColumns ? w.group.k : kRecordColumns;
   p.banded = w.group.n != 1;
-  p.scale = wide || p.banded ? formats::f32 : w.scale;
+  p.scale = (wide && may_be_wide(w)) || p.banded ? formats::f32 : w.scale;
   p.zeros = w.zero_point.stored();
-  p.folded = folds(w) && p.scale == w.scale;
+  p.folded = folds(w);
   return p;
 }
 

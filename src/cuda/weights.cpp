@@ -8,7 +8,7 @@ namespace gatefold::cuda {
 
 bool is_wide(SchemeId id, Format scale_format) {
   const Operand& w = scheme(id).weight;
-  return w.quantized() && scale_format != w.scale && !(packed_format(w, true) == packed_format(w));
+  return may_be_wide(w) && scale_format != w.scale;
 }
 
 DeviceWeights::Staging::~Staging() {
@@ -54,6 +54,10 @@ Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size
   for (int i = 0; i < count; ++i) {
     bytes += PackSource::bytes(matrices[i]);
     wide |= is_wide(matrices[i].scheme, matrices[i].scale_format);
+    const Format scale = scheme(matrices[i].scheme).weight.scale;
+    if (scale.bits == 8 && matrices[i].scale_format != scale)
+      return {Code::unsupported, fmt::format("scales of {} are {}, not {}", scheme(matrices[i].scheme).name,
+                                             name(matrices[i].scale_format), name(scale))};
   }
   if (Status status = staging.reserve(bytes, device_.index); !status.ok()) return status;
 
