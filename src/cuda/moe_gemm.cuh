@@ -266,10 +266,14 @@ __device__ __forceinline__ void multiply_columns(const Pair (&a)[4], Pair b0, Pa
   }
 }
 
-/// Step `index` of a group of units by all tokens of the item.
+/// The activations of a step, of one tile: loaded a step ahead, as they may have to come from L2.
+using Ahead = uint4[kRecordColumns / 32];
+
+/// Step `index` of a group of units by all tokens of the item; then `ahead` is of step `next`.
 template <class T>
-__device__ __forceinline__ void multiply_step(const std::byte* step, int index, const Columns<T>& columns,
-                                              int lane, Sums<T>& sums) {
+__device__ __forceinline__ void multiply_step(const std::byte* step, int index, int next,
+                                              const Columns<T>& columns, int lane, Ahead& ahead,
+                                              Sums<T>& sums) {
   constexpr PackedFormat P = T::P;
   constexpr int per_row = P.value.bits / 4;  // words of 8 codes
   float x_scales[T::tiles][2];
@@ -278,7 +282,7 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, int index, 
       for (int c = 0; c < 2; ++c) x_scales[t][c] = columns.scales[t][c][index];
 
   const RecordScales<P> scales[kGroupUnits] = {{step, lane / 4}, {step + T::record_bytes, lane / 4}};
-  // Loads run ahead of what needs them by as many blocks of 32 columns as registers have room for.
+  // Codes are read ahead of what needs them by as many blocks of 32 columns as registers have room for.
   constexpr int kAhead = T::tiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
   Sums<T> parts = {};  // of a group of columns
 #pragma unroll
@@ -291,9 +295,15 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, int index, 
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
 #pragma unroll
-      for (int t = 0; t < T::tiles; ++t)
-        if (t == 0 || t * kTileTokens < columns.item.count)
-          x[i][t] = columns.load(t, index * kRecordColumns + (half * kAhead + i) * 32);
+      for (int t = 0; t < T::tiles; ++t) {
+        const int block = half * kAhead + i;
+        if constexpr (T::tiles == 1) {
+          x[i][t] = ahead[block];
+          ahead[block] = columns.load(0, next * kRecordColumns + block * 32);
+        } else if (t == 0 || t * kTileTokens < columns.item.count) {
+          x[i][t] = columns.load(t, index * kRecordColumns + block * 32);
+        }
+      }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
 #pragma unroll
@@ -446,12 +456,19 @@ __global__ void __launch_bounds__(T::warps * 32, 1) moe_gemm(const __grid_consta
   int item = share.item, group = share.group, step = share.step;
   bool begun = step == 0;  // the group, by this warp
   Columns<T> columns;
-  if (share.steps > 0) columns.set(args, item, lane);
+  Ahead ahead;
+  const auto set_columns = [&] {
+    columns.set(args, item, lane);
+    for (int block = 0; T::tiles == 1 && block < kRecordColumns / 32; ++block)
+      ahead[block] = columns.load(0, step * kRecordColumns + block * 32);
+  };
+  if (share.steps > 0) set_columns();
   Sums<T> sums = {};
   for (int left = share.steps; left > 0;) {
     const std::byte* chunk = ring.next();
     for (int i = 0; i < T::chunk && left > 0; ++i, --left) {
-      multiply_step<T>(chunk + i * T::step_bytes, step, columns, lane, sums);
+      const int next = step + 1 < args.steps ? step + 1 : 0;
+      multiply_step<T>(chunk + i * T::step_bytes, step, next, columns, lane, ahead, sums);
       if (++step < args.steps) continue;
       if (begun)
         finish_group<T>(args, columns.item, group, lane, sums);
@@ -465,7 +482,7 @@ __global__ void __launch_bounds__(T::warps * 32, 1) moe_gemm(const __grid_consta
       if (++group == args.groups) {
         group = 0;
         ++item;
-        if (left > 1) columns.set(args, item, lane);
+        if (left > 1) set_columns();
       }
     }
   }
