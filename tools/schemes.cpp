@@ -69,7 +69,7 @@ Status list(bool markdown, Json* json) {
     *json = to_json();
   } else if (markdown) {
     fmt::print(
-        "| scheme | weights | activations | bits per weight | stored as | CPU kernels "
+        "| scheme | weights | activations | bits per weight | stored as | kernels "
         "|\n|---|---|---|---|---|---|\n");
     for (const Line& line : lines())
       fmt::print("| `{}` | {} | {} | {} | {} | {} |\n", line.name, line.weights, line.activations, line.bits,
@@ -80,7 +80,7 @@ Status list(bool markdown, Json* json) {
                        {"activations", -32},
                        {"bits", 5},
                        {"stored as", -26},
-                       {"CPU kernels", -1}});
+                       {"kernels", -1}});
     for (const Line& line : lines())
       table.row({line.name, line.weights, line.activations, line.bits, line.stored_as, line.kernels});
   }

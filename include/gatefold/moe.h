@@ -13,7 +13,8 @@
 /// routing weight is applied once, to the down product; the sum over a token's slots is in slot order, in
 /// f32. The same input gives the same bits on every run and for every thread count, and a token's result does
 /// not depend on the other tokens of the call, except in schemes with one activation scale per tensor
-/// (Scheme::batch_dependent) without a static scale.
+/// (Scheme::batch_dependent) without a static scale. On a GPU it does, by the rounding of f32 sums: how a sum
+/// is cut into parts follows from which experts are in use.
 
 #include <cstddef>
 #include <cstdint>
