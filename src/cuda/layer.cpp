@@ -73,7 +73,8 @@ struct FfnBuffers {
 };
 
 struct LayerBuffers {
-  Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, active_experts, active_count;
+  Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, active_experts, active_count,
+      route_scratch;
   Buffer<float> topk_weights, logits;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
@@ -91,6 +92,8 @@ struct LayerBuffers {
     sorted_slots = {layout.add<std::int32_t>("sorted_slots", slots)};
     active_experts = {layout.add<std::int32_t>("active_experts", experts)};
     active_count = {layout.add<std::int32_t>("active_count", 1)};
+    route_scratch = {
+        layout.add<std::int32_t>("route_scratch", route_scratch_words(options.max_tokens, spec.experts))};
     logits = {layout.add<float>("router_logits", tokens * experts)};
     // An item more than full ones for each expert that has slots.
     routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate,
@@ -212,7 +215,8 @@ class LayerRun {
                                    .slot_position = b_.slot_position.at(base_),
                                    .sorted_slots = b_.sorted_slots.at(base_),
                                    .active_experts = b_.active_experts.at(base_),
-                                   .active_count = b_.active_count.at(base_)}},
+                                   .active_count = b_.active_count.at(base_)},
+                           .block_counts = b_.route_scratch.at(base_)},
                           stream_),
              "route tokens");
   }

@@ -1,5 +1,7 @@
 // Whole MoE layers on the GPU against the scalar reference, for every scheme.
 
+#include <cuda_runtime_api.h>
+
 #include <numeric>
 
 #include "../moe_layer.h"
@@ -208,6 +210,56 @@ TEST_F(GpuMoe, FromTheRouter) {
     EXPECT_LE(relative_l2(weights, reference.topk_weights), 1e-5) << tokens;
     EXPECT_LE(relative_l2(out, reference.hidden), tolerance(spec, options) + one_flip(spec, options, tokens));
   }
+}
+
+// A captured call, replayed with other hidden states and routing in the same memory.
+TEST_F(GpuMoe, GraphReplay) {
+  MoeSpec spec;
+  spec.scheme = SchemeId::int4_g128_afp8;
+  spec.experts = 8;
+  spec.top_k = 2;
+  spec.hidden = spec.intermediate = 256;
+  Layer layer(spec);
+  constexpr std::int64_t tokens = 20, width = 256;
+  const auto plan = MoePlan::create(spec, {.max_tokens = tokens}, kGpu);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const ExpertWeights weights = layer.weights({}, kGpu);
+  DeviceVector<std::uint16_t> x(tokens * width);
+  DeviceVector<float> out(tokens * width), slot_weights(std::vector<float>(tokens * 2, 0.5f));
+  DeviceVector<std::int32_t> ids(route_by(Pattern::uniform, spec, tokens).ids);
+  DeviceVector<std::byte> workspace(plan->workspace_bytes());
+  const auto run = [&](cuda::Stream stream) {
+    const Status status = plan->run(weights,
+                                    {.hidden = {x.data(), DType::bf16, tokens, width},
+                                     .topk_ids = ids.data(),
+                                     .topk_weights = slot_weights.data()},
+                                    {.hidden = {out.data(), DType::f32, tokens, width}},
+                                    {workspace.data(), workspace.size()}, stream);
+    ASSERT_TRUE(status.ok()) << status.message();
+  };
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  run(stream);
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&replay, graph), cudaSuccess);
+  for (const Pattern pattern : {Pattern::single, Pattern::few, Pattern::duplicates}) {
+    const Hidden hidden = narrow<formats::bf16>(layer.numbers(tokens * width, 1.0f));
+    ASSERT_TRUE(cuda::copy(x.data(), hidden.codes.data(), tokens * width * 2).ok());
+    ASSERT_TRUE(cuda::copy(ids.data(), route_by(pattern, spec, tokens).ids.data(), tokens * 2 * 4).ok());
+    ASSERT_TRUE(cuda::synchronize().ok());
+    ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
+    ASSERT_TRUE(cuda::synchronize(stream).ok());
+    const std::vector<float> replayed = out.host();
+    run(nullptr);
+    EXPECT_EQ(out.host(), replayed);
+    EXPECT_TRUE(std::isfinite(std::accumulate(replayed.begin(), replayed.end(), 0.0f)));
+  }
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
 }
 
 TEST_F(GpuMoe, BadCalls) {
