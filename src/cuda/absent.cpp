@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "cuda/measure.h"
 #include "moe/kernel.h"
 
 namespace gatefold::cuda {
@@ -37,6 +38,20 @@ Result<ActivationLayout> activation_layout(SchemeId, std::int64_t, std::int64_t)
 }
 Status quantize_activations(SchemeId, const QuantizeInputs&, const QuantizeOutputs&, std::span<std::byte>,
                             Stream) {
+  return absent();
+}
+
+struct Timer::State {};
+Result<Timer> Timer::create(int) {
+  return absent();
+}
+Result<double> Timer::launched(const Work&) {
+  return absent();
+}
+Result<std::vector<double>> Timer::replayed(const Work&, int) {
+  return absent();
+}
+Status launch_read(const ReadArgs&, int, Stream) {
   return absent();
 }
 
