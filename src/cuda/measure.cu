@@ -54,9 +54,10 @@ Result<std::vector<double>> Timer::replayed(const Work& work, int count) {
   const Status captured = work(stream);
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t replay = nullptr;
-  Status status = check(cudaStreamEndCapture(stream, &graph), "capture a graph");
-  if (!captured.ok()) status = captured;
-  if (status.ok()) status = check(cudaGraphInstantiate(&replay, graph), "instantiate a graph");
+  const Status ended = check(cudaStreamEndCapture(stream, &graph), "capture a graph");
+  Status status = !captured.ok() ? captured
+                  : !ended.ok()  ? ended
+                                 : check(cudaGraphInstantiate(&replay, graph), "instantiate a graph");
   std::vector<double> times;
   for (int i = -1; status.ok() && i < count; ++i) {
     const Result<double> time =
