@@ -53,7 +53,7 @@ void check_decode() {
 }
 
 TEST_F(DecodeOnGpu, RandomWordsOfEveryFormat) {
-  for_each_scheme([]<class S>() {
+  for_each_scheme([&]<class S>() {
     SCOPED_TRACE(S::scheme.name);
     check_decode<Decoded<S, false>>();
     check_decode<Decoded<S, true>>();
