@@ -59,10 +59,15 @@ __device__ float row_amax(const Row& row) {
   return max_over_block(amax);
 }
 
+/// Slots of ids that no expert has, have no position.
+__device__ bool is_there(const InputArgs& args, std::int64_t row) {
+  return args.row_count == nullptr || row < *args.row_count;
+}
+
 __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const float amax = row_amax(Row(args, blockIdx.x));
+  const float amax = is_there(args, blockIdx.x) ? row_amax(Row(args, blockIdx.x)) : 0.0f;
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
 }
 
@@ -132,6 +137,7 @@ template <class Activation>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
+  if (!is_there(args, blockIdx.x)) return;
   const Row row(args, blockIdx.x);
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a);

@@ -23,7 +23,8 @@ struct InputArgs {
   const TensorScale* static_scales = nullptr;
   const std::int32_t* experts = nullptr;
   const std::int32_t* slots = nullptr;
-  float* amax = nullptr;  ///< [rows], for dynamic scales per tensor
+  const std::int32_t* row_count = nullptr;  ///< [1], of rows by position: those behind are not there
+  float* amax = nullptr;                    ///< [rows], for dynamic scales per tensor
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;

@@ -139,6 +139,7 @@ class LayerRun {
         in.gather_divisor = spec_.top_k;
         in.experts = b_.topk_ids.at(base_);
         in.static_scales = weights_.input_scales;
+        in.row_count = b_.expert_offsets.at(base_) + spec_.experts;
       }
       launched(launch_inputs(in, stream_), "round inputs");
     }
@@ -300,6 +301,7 @@ class LayerRun {
   void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static) {
     if (!ffn.mid.activation.quantized()) return;
     InputArgs mid = rows(ffn.mid, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
+    if (&ffn == &b_.routed) mid.row_count = b_.expert_offsets.at(base_) + spec_.experts;
     if (with_static) {
       mid.slots = b_.sorted_slots.at(base_);
       mid.experts = b_.topk_ids.at(base_);

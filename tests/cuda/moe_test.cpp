@@ -292,6 +292,31 @@ TEST_F(GpuMoe, BadCalls) {
   EXPECT_NE(message(Layer(other).weights({}, kGpu), 4), "");
 }
 
+// Slots of ids that there is no expert for add nothing, and nothing of them is read.
+TEST_F(GpuMoe, IdsOutOfRange) {
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::fp8_tensor_afp8})
+    for (const bool with_static : {false, true}) {
+      MoeSpec spec;
+      spec.scheme = id;
+      spec.experts = 4;
+      spec.top_k = 2;
+      spec.hidden = spec.intermediate = 128;
+      Layer layer(spec, 5, with_static && scheme(id).quantizes_activations());
+      const Hidden x = narrow<formats::bf16>(layer.numbers(6 * 128, 1.0f));
+      const PlanOptions options{.max_tokens = 6, .debug_workspace = true};
+      Routed bad = route_by(Pattern::uniform, spec, 6), none = bad;
+      for (std::size_t slot = 0; slot < bad.ids.size(); slot += 2) {
+        bad.ids[slot] = slot % 4 == 0 ? -1 : 1000000;
+        none.ids[slot] = none.ids[slot + 1];
+        none.weights[slot] = 0;
+      }
+      const ExpertWeights weights = layer.weights(options, kGpu);
+      const std::vector<float> out = run(layer, options, weights, x, bad);
+      const std::vector<float> expected = run(layer, options, weights, x, none);
+      EXPECT_LE(relative_l2(out, {expected.begin(), expected.end()}), 1e-5) << scheme(id).name;
+    }
+}
+
 TEST_F(GpuMoe, Activations) {
   for (const Activation::Kind kind : {Activation::Kind::geglu, Activation::Kind::geglu_tanh}) {
     MoeSpec spec;
