@@ -14,7 +14,7 @@ if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
 endif()
 
 # No fused multiply-add unless the code says so: results must not depend on the instruction set.
-add_compile_options(-Wall -Wextra -Wno-missing-field-initializers -ffp-contract=off)
+add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wno-missing-field-initializers;-ffp-contract=off>")
 foreach(sanitizer IN LISTS GATEFOLD_SANITIZE)
   add_compile_options(-fsanitize=${sanitizer} -fno-sanitize-recover=all -fno-omit-frame-pointer)
   add_link_options(-fsanitize=${sanitizer})

@@ -324,6 +324,11 @@ class CliTest(unittest.TestCase):
         self.assertIn("cpu.portable.bf16", described)
         self.assertRegex(described, r"weights: \d+ bytes as panels, \d+ % in 2 MiB pages")
         self.assertIn("sparc", tool(*run, "--force", "--backend", "sparc", code=1).stderr.decode())
+        on_gpu = subprocess.run([TOOL, *map(str, run), "--force", "--backend", "cuda"], capture_output=True, text=True)
+        if on_gpu.returncode == 0:
+            self.assertIn("kernel cuda.sm_90a.bf16", on_gpu.stdout)
+        else:  # no GPU here, or none that the kernels run on, or no CUDA in the build
+            self.assertRegex(on_gpu.stderr, "no NVIDIA GPU|needs? sm_90|no CUDA backend")
         self.assertIn("4", tool(*run[:3], 4, *run[4:], "--force", code=1).stderr.decode())
         portable = tool_json(*run, "--force", "--cpu", "portable")
         self.assertEqual(portable["kernel"], "cpu.portable.bf16")

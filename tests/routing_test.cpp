@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "format/exponential.h"
 #include "gatefold/moe.h"
 
 namespace gatefold {
@@ -68,6 +69,19 @@ TEST(Routing, SurvivesNonFiniteLogits) {
   for (const float weight : choose({}, 2, {inf, 1, 2}).weights) EXPECT_FALSE(std::isnan(weight));
   EXPECT_EQ(choose({.correction_bias = true}, 2, {1, 2, 3}, {nan, nan, nan}).ids,
             (std::vector<std::int32_t>{0, 1}));
+}
+
+TEST(Routing, ExponentialIsAccurate) {
+  EXPECT_EQ(exponential(0.0f), 1.0f);
+  EXPECT_EQ(exponential(-0.0f), 1.0f);
+  EXPECT_EQ(exponential(-std::numeric_limits<float>::infinity()), 0.0f);
+  EXPECT_EQ(exponential(std::numeric_limits<float>::infinity()), std::numeric_limits<float>::infinity());
+  EXPECT_TRUE(std::isnan(exponential(std::nanf(""))));
+  for (float x = -104.0f; x < 89.0f; x += 0.001f) {
+    const double exact = std::exp(static_cast<double>(x));
+    if (exact > std::numeric_limits<float>::max()) continue;
+    ASSERT_NEAR(exponential(x), exact, std::max(exact * 0x1p-22, 0x1p-149)) << x;
+  }
 }
 
 }  // namespace

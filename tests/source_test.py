@@ -6,7 +6,7 @@ import unittest
 
 SOURCE = pathlib.Path(sys.argv[1])
 FILES = [p for d in ("include", "src", "tools", "tests", "examples", "benchmarks")
-         for p in (SOURCE / d).rglob("*") if p.suffix in (".h", ".cpp", ".def")]
+         for p in (SOURCE / d).rglob("*") if p.suffix in (".h", ".cpp", ".def", ".cu", ".cuh")]
 
 # Each layer may include itself, the public headers, and these.
 LAYERS = {
@@ -15,7 +15,8 @@ LAYERS = {
     "src/checkpoint": ["format/"],
     "src/quantize": ["format/"],
     "src/cpu": ["format/", "moe/kernel.h"],  # the seam
-    "src/moe": ["format/", "checkpoint/", "quantize/", "cpu/"],
+    "src/cuda": ["format/", "moe/kernel.h"],
+    "src/moe": ["format/", "checkpoint/", "quantize/", "cpu/", "cuda/"],
     "src/model": ["format/", "checkpoint/", "quantize/", "moe/"],
 }
 # What may be used in some places only.
@@ -24,6 +25,8 @@ ONLY = {
     r"nlohmann": r"src/checkpoint/|src/moe/tuning_file\.cpp|tools/|tests/",
     r"immintrin\.h|\b_mm\d*_|\b__m\d{3}": r"src/cpu/|.*\.isa\.cpp",
     r"cblas": r"src/model/|tests/",
+    r"\basm\b": r"src/cpu/|src/cuda/",
+    r"<<<|<cuda\w*\.h>": r"(src|tests|benchmarks)/cuda/",
     r"\b(abort|exit)\(|\b(printf|cout|cerr)\b|fmt::print": r"tools/|tests/|examples/|benchmarks/",
 }
 

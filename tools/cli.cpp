@@ -133,6 +133,16 @@ void add_run_options(CLI::App* command, Precision& precision, bool& weights_only
   command->add_flag("--weights-only", weights_only, "Leave activations unquantized");
 }
 
+void add_backend(CLI::App* command, Device& device) {
+  command
+      ->add_option_function<std::string>(
+          "--backend",
+          [&device](const std::string& name) { device = name == "cuda" ? Device::cuda() : Device::cpu(); },
+          "Where MoE layers run")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->default_str("cpu");
+}
+
 Table::Table(std::vector<Column> columns) : columns_(std::move(columns)) {
   std::vector<std::string> titles;
   for (const Column& column : columns_) titles.push_back(column.title);

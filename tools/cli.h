@@ -60,6 +60,8 @@ CLI::Option* add_scheme(CLI::App* command, std::optional<SchemeId>& scheme, cons
 std::string parse_schemes(const std::string& list, std::vector<SchemeId>& schemes);
 void add_quantize_options(CLI::App* command, QuantizeOptions& options);
 void add_run_options(CLI::App* command, Precision& precision, bool& weights_only);
+/// --backend cpu|cuda
+void add_backend(CLI::App* command, Device& device);
 
 /// A table on stdout, row by row, so that long jobs show each row when it is done.
 class Table {

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/convention.h"
-#include "gatefold/moe.h"
+#include "moe/host_calls.h"
 #include "tools/cli.h"
 #include "tools/tensors.h"
 
@@ -61,7 +61,9 @@ Status run(Options options, Json* json) {
   if (!checkpoint) return checkpoint.status();
   const auto source = Source::open_file(options.input);
   if (!source) return source.status();
-  if (options.backend != "cpu") options.plan.kernel = options.backend;
+  const bool cuda = options.backend.starts_with("cuda");
+  options.load.device = cuda ? Device::cuda() : Device::cpu();
+  if (options.backend != "cpu" && options.backend != "cuda") options.plan.kernel = options.backend;
   options.load.plan = options.plan;
   const auto experts = load_experts(*checkpoint, options.load);
   if (!experts) return experts.status();
@@ -70,7 +72,7 @@ Status run(Options options, Json* json) {
   if (!input) return input.status();
 
   options.plan.max_tokens = static_cast<int>(std::max<std::int64_t>(input->tokens, 1));
-  const auto plan = MoePlan::create(spec, options.plan);
+  const auto plan = MoePlan::create(spec, options.plan, options.load.device);
   if (!plan) return plan.status();
   if (options.describe) fmt::print(stderr, "{}{}\n", plan->describe(), experts->describe());
 
@@ -78,16 +80,16 @@ Status run(Options options, Json* json) {
   std::vector<float> output(tokens * static_cast<std::size_t>(spec.hidden));
   std::vector<std::int32_t> ids(tokens * static_cast<std::size_t>(spec.top_k));
   std::vector<float> weights(ids.size());
-  std::vector<std::byte> workspace(plan->workspace_bytes());
+  auto calls = HostCalls::create(*plan);
+  if (!calls) return calls.status();
   Status done =
-      plan->run(*experts,
-                {.hidden = {input->hidden.data, input->hidden.dtype, input->tokens, spec.hidden},
-                 .topk_ids = input->topk_ids.empty() ? nullptr : input->topk_ids.data(),
-                 .topk_weights = input->topk_weights.empty() ? nullptr : input->topk_weights.data()},
-                {.hidden = {output.data(), DType::f32, input->tokens, spec.hidden},
-                 .topk_ids = ids.data(),
-                 .topk_weights = weights.data()},
-                workspace);
+      calls->run(*plan, *experts,
+                 {.hidden = {input->hidden.data, input->hidden.dtype, input->tokens, spec.hidden},
+                  .topk_ids = input->topk_ids.empty() ? nullptr : input->topk_ids.data(),
+                  .topk_weights = input->topk_weights.empty() ? nullptr : input->topk_weights.data()},
+                 {.hidden = {output.data(), DType::f32, input->tokens, spec.hidden},
+                  .topk_ids = ids.data(),
+                  .topk_weights = weights.data()});
   if (!done.ok()) return done;
 
   const OutputTensor tensors[] = {
@@ -125,7 +127,7 @@ void add_run(Cli& cli) {
       ->required()
       ->type_name("FILE");
   add_scheme(command, options->load.scheme, "Scheme to quantize to on load; default: as stored");
-  command->add_option("--backend", options->backend, "cpu, or a part of a kernel's name")
+  command->add_option("--backend", options->backend, "cpu, cuda, or a part of a kernel's name")
       ->capture_default_str();
   add_run_options(command, options->plan.precision, options->plan.weights_only);
   add_quantize_options(command, options->load.quantize);

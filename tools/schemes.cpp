@@ -23,10 +23,10 @@ std::string stored_as(const Scheme& scheme) {
   return config.at("quant_method") == "compressed-tensors" ? format : format + " (gatefold)";
 }
 
-/// The instruction sets that have a kernel: "cpu.avx512.int4_g128" says avx512.
-std::vector<std::string> kernels(SchemeId id) {
+/// The instruction sets or GPU architectures that have a kernel: "cpu.avx512.int4_g128" says avx512.
+std::vector<std::string> kernels(std::span<const KernelInfo> list, SchemeId id) {
   std::vector<std::string> sets;
-  for (const KernelInfo& kernel : cpu_kernels()) {
+  for (const KernelInfo& kernel : list) {
     const std::size_t begin = kernel.name.find('.') + 1;
     std::string set = kernel.name.substr(begin, kernel.name.find('.', begin) - begin);
     if (kernel.scheme == id && std::find(sets.begin(), sets.end(), set) == sets.end())
@@ -35,9 +35,17 @@ std::vector<std::string> kernels(SchemeId id) {
   return sets;
 }
 
+std::vector<std::string> kernels(SchemeId id) {
+  std::vector<std::string> sets = kernels(cpu_kernels(), id);
+  for (std::string& set : kernels(cuda_kernels(), id)) sets.push_back(std::move(set));
+  return sets;
+}
+
 std::string kernel_list(SchemeId id) {
-  const std::vector<std::string> sets = kernels(id);
-  return sets.size() == std::size(all_isas) ? "all" : fmt::format("{}", fmt::join(sets, ", "));
+  const std::vector<std::string> cpu = kernels(cpu_kernels(), id), gpu = kernels(cuda_kernels(), id);
+  return fmt::format("{}, {}",
+                     cpu.size() == std::size(all_isas) ? "all CPUs" : fmt::format("{}", fmt::join(cpu, ", ")),
+                     fmt::join(gpu, ", "));
 }
 
 std::vector<Line> lines() {
@@ -68,7 +76,7 @@ Status list(bool markdown, Json* json) {
     *json = to_json();
   } else if (markdown) {
     fmt::print(
-        "| scheme | weights | activations | bits per weight | stored as | CPU kernels "
+        "| scheme | weights | activations | bits per weight | stored as | kernels "
         "|\n|---|---|---|---|---|---|\n");
     for (const Line& line : lines())
       fmt::print("| `{}` | {} | {} | {} | {} | {} |\n", line.name, line.weights, line.activations, line.bits,
@@ -79,7 +87,7 @@ Status list(bool markdown, Json* json) {
                        {"activations", -32},
                        {"bits", 5},
                        {"stored as", -26},
-                       {"CPU kernels", -1}});
+                       {"kernels", -1}});
     for (const Line& line : lines())
       table.row({line.name, line.weights, line.activations, line.bits, line.stored_as, line.kernels});
   }

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "gatefold/scheme.h"
+#include "gatefold/moe.h"
 #include "gatefold/status.h"
 
 namespace gatefold {
@@ -24,11 +24,12 @@ struct BenchShape {
 std::span<const BenchShape> bench_presets();
 
 struct BenchOptions {
+  Device device;
   BenchShape shape;
   std::vector<SchemeId> schemes;
   std::vector<int> tokens = {1, 8, 64, 512};
   int threads = 0;       ///< 0: OpenMP's default
-  double seconds = 1.0;  ///< per row, at least
+  double seconds = 1.0;  ///< per row, at least; not on a GPU
   std::uint64_t weight_bytes =
       3'000'000'000;  ///< layers are repeated, each with memory of its own, up to this
 };
@@ -38,14 +39,16 @@ struct BenchRow {
   std::string kernel;
   int tokens = 0;
   int runs = 0;
-  double us_median = 0, us_min = 0, us_max = 0;
+  double us_median = 0, us_min = 0, us_max = 0;  ///< on a GPU: calls one after the other in a CUDA graph
+  double us_launched = 0;                        ///< GPU: launched one by one; median
   std::uint64_t weight_bytes = 0;  ///< packed bytes, scales included, of the experts that a call hits (mean)
   double gb_per_s = 0;             ///< weight_bytes / time, median
   double gflop_per_s = 0;          ///< 6 * tokens * top_k * hidden * intermediate / time
-  double read_gb_per_s = 0;        ///< plain reading by the same threads, between the runs
-  double read_ratio = 0;           ///< gb_per_s / read_gb_per_s
+  /// Plain reading by the same threads, or on the same GPU (the same bytes), between the runs.
+  double read_gb_per_s = 0;
+  double read_ratio = 0;  ///< gb_per_s / read_gb_per_s
   /// The best multiply-add in registers by the same threads: of int8 if the scheme's activations are int8,
-  /// else of f32 or bf16, whichever is faster.
+  /// else of f32 or bf16, whichever is faster. Not measured on a GPU.
   double multiply_gflop_per_s = 0;
   double multiply_ratio = 0;
 };

@@ -36,6 +36,7 @@ namespace gatefold {
 
 struct DecoderOptions {
   std::optional<SchemeId> scheme = {};  ///< of the routed experts; none: as stored
+  Device device = {};                   ///< of the MoE layers; all else runs on the CPU
   Precision precision = Precision::native;
   bool weights_only = false;      ///< leave activations unquantized in schemes that quantize them
   QuantizeOptions quantize = {};  ///< when `scheme` is quantized on load

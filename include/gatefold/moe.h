@@ -13,7 +13,8 @@
 /// routing weight is applied once, to the down product; the sum over a token's slots is in slot order, in
 /// f32. The same input gives the same bits on every run and for every thread count, and a token's result does
 /// not depend on the other tokens of the call, except in schemes with one activation scale per tensor
-/// (Scheme::batch_dependent) without a static scale.
+/// (Scheme::batch_dependent) without a static scale. On a GPU it does, by the rounding of f32 sums: how a sum
+/// is cut into parts follows from which experts are in use.
 
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +27,7 @@
 #include <vector>
 
 #include "gatefold/checkpoint.h"
+#include "gatefold/cuda.h"
 #include "gatefold/moe_spec.h"
 #include "gatefold/quantize.h"
 #include "gatefold/status.h"
@@ -38,6 +40,7 @@ struct Device {
   Kind kind = Kind::cpu;
   int index = 0;
   static Device cpu() { return {}; }
+  static Device cuda(int index = 0) { return {Kind::cuda, index}; }
   friend bool operator==(const Device&, const Device&) = default;
 };
 
@@ -137,12 +140,20 @@ class MoePlan {
   /// Bytes that `run` needs for up to max_tokens tokens. Any alignment will do.
   std::size_t workspace_bytes() const;
   /// Computes one layer. Allocates nothing, throws nothing; T = 0 is fine. Errors: shapes that contradict the
-  /// spec, T > max_tokens, an id outside [0, E), weights packed for another kernel, a workspace too small,
-  /// and (debug_workspace) a damaged canary, naming the buffer.
+  /// spec, T > max_tokens, an id outside [0, E), weights packed for another kernel or device, a workspace too
+  /// small, and (debug_workspace) a damaged canary, naming the buffer.
+  ///
+  /// On a GPU all pointers, and the workspace, are to memory of the plan's device. The call returns before
+  /// the work in `stream` is done, never waits, and can be captured in a graph (but with debug_workspace,
+  /// which waits and allocates); a workspace may be used again by any later call in the same stream. Ids
+  /// outside [0, E) cannot be seen by the host: their slots add nothing.
   Status run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
-             std::span<std::byte> workspace) const;
+             std::span<std::byte> workspace, cuda::Stream stream = nullptr) const;
 
   std::string_view kernel_name() const;
+  const MoeSpec& spec() const;
+  const Device& device() const;
+  int max_tokens() const;
   /// Which kernel runs, why each other one does not, the sizes of all workspace buffers.
   std::string describe() const;
 

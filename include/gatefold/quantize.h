@@ -49,7 +49,7 @@ Status check_shape(SchemeId scheme, std::int64_t n, std::int64_t k);
 struct TensorScale {
   float value = 1.0f;
   bool divides = false;
-  float apply(float x) const { return divides ? x / value : x * value; }
+  constexpr float apply(float x) const { return divides ? x / value : x * value; }
 };
 
 struct QuantizedMatrix {

@@ -9,11 +9,7 @@ namespace {
 float whole_row_scale(const Operand& operand, const TensorRange& tensor, const GroupRange& row) {
   const bool per_tensor = operand.group.n == 0;
   if (per_tensor && tensor.static_scale) return tensor.static_scale->apply(1.0f);
-  const float amax = per_tensor ? tensor.amax : row.amax();
-  const float scale = group_scale(operand, {0, amax}, {}).scale;
-  constexpr float floor = 1.0f / (448.0f * 512.0f);
-  return operand.value == formats::e4m3 && operand.scale == formats::f32 && amax > 0 ? std::max(scale, floor)
-                                                                                     : scale;
+  return whole_scale(operand, per_tensor ? tensor.amax : row.amax());
 }
 
 /// Fills scratch.scales and scratch.zeros; returns the size of a group.

@@ -26,9 +26,7 @@ struct TensorRange {
   float amax = 0;
 };
 
-/// x [k] rounded in place. The scale rules are those of weights (scale_rule.h), with a floor of
-/// 1 / (448 * 512) for e4m3 scales per token or tensor, as other libraries have it. A value that is not
-/// stored leaves x as it is.
+/// x [k] rounded in place, by the rules of scale_rule.h. A value that is not stored leaves x as it is.
 void round_activations(const RowKernels& kernels, const Operand& operand, const TensorRange& range,
                        const RowScratch& scratch, float* x, std::int64_t k);
 

@@ -8,7 +8,7 @@ namespace gatefold {
 namespace {
 
 template <Isa I>
-std::string refuses(const MoeSpec&, const PlanOptions&) {
+std::string refuses(const MoeSpec&, const PlanOptions&, const Device&) {
   if (const std::string_view why = missing(I); !why.empty()) return std::string(why);
   if (std::string problem = override_problem(); !problem.empty()) return problem;
   if (I <= best_isa()) return {};
@@ -21,8 +21,9 @@ void workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout&
 }
 
 template <Isa I>
-void launch(const MoeCall& call) {
+Status launch(const MoeCall& call) {
   panel_layer(I, call);
+  return {};
 }
 
 template <std::size_t... I>

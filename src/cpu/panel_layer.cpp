@@ -356,7 +356,9 @@ void pack_panel_layout(const QuantizedMatrix* matrices, int count, std::byte* ou
 
 }  // namespace
 
-const WeightLayout panel_layout{"panels", panel_layout_bytes, pack_panel_layout};
+const WeightLayout panel_layout{"panels", panel_layout_bytes, [](std::size_t bytes, const Device&) {
+                                  return HostWeights::allocate(bytes, pack_panel_layout);
+                                }};
 
 void panel_workspace(Isa isa, const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {
   PanelBuffers(isa, spec, options, layout);

@@ -1,9 +1,9 @@
 #pragma once
 /// \file
 /// From the range of a group of numbers to its scale: the round-to-nearest rules of quantize.h, once, for
-/// weights and activations, quantizer and reference.
+/// weights and activations, quantizer and reference, host and device (constexpr for the latter's sake).
 
-#include <cmath>
+#include <limits>
 
 #include "gatefold/codec.h"
 #include "gatefold/quantize.h"
@@ -52,39 +52,59 @@ struct GroupScale {
 struct GroupRange {
   float low = 0.0f;
   float high = 0.0f;
-  float amax() const { return -low > high ? -low : high; }
+  constexpr float amax() const { return -low > high ? -low : high; }
 };
 
+/// amax / limit. The device leaves out the special cases of division: limits are integers below 2^9, so that
+/// no quotient comes near the middle of two floats, and one Newton step rounds it correctly.
+GATEFOLD_HD constexpr float over_limit(float amax, float limit) {
+#if defined(__CUDA_ARCH__)
+  const float reciprocal = 1.0f / limit;
+  const float q = amax * reciprocal;
+  return fmaf(fmaf(-q, limit, amax), reciprocal, q);
+#else
+  return amax / limit;
+#endif
+}
+
 /// The f32 of a two-level operand (one per matrix or token) from its amax.
-inline float tensor_scale(const Operand& o, float amax) {
+GATEFOLD_HD constexpr float tensor_scale(const Operand& o, float amax) {
   const float scale = amax / static_cast<float>(o.value.max() * o.scale.max());
   return scale > 0 ? scale : 1.0f;
 }
 
+/// The scale of a group of a two-level operand, before it is rounded to the operand's scale format.
+GATEFOLD_HD constexpr float block_scale(const Operand& o, float amax, const TensorScale& two_level) {
+  const float block = over_limit(amax, static_cast<float>(o.value.max()));
+  return two_level.divides ? block * two_level.value : block / two_level.value;
+}
+
 /// The scale of a group, in format S, which is o.scale. `two_level` is the f32 of a two-level operand, in
-/// either direction.
-template <Format S>
-GroupScale group_scale(const Operand& o, GroupRange range, const TensorScale& two_level) {
+/// either direction. Zero points are of format Z (a parameter because nvcc loses constants in a template's
+/// arguments).
+template <Format S, Format Z = formats::uint4>
+GATEFOLD_HD constexpr GroupScale group_scale(const Operand& o, GroupRange range,
+                                             const TensorScale& two_level) {
   const auto limit = static_cast<float>(o.value.max());
   const float amax = range.amax();
   if constexpr (S == formats::ue4m3) {
-    const float block = amax / limit;
-    return {round_to<S>(two_level.divides ? block * two_level.value : block / two_level.value), 0};
+    return {round_to<S>(block_scale(o, amax, two_level)), 0};
   } else if constexpr (S == formats::ue8m0) {
     if (amax == 0) return {};
     const int exponent = floor_log2(amax) - o.value.max_exponent();
-    return {std::ldexp(1.0f, exponent < -127 ? -127 : exponent), 0};
+    return {exponent < -126 ? 0x1p-127f : detail::power_of_two(exponent), 0};
   } else {
     if (amax == 0) return {};
     if (!o.zero_point.stored()) {
-      const float scale = round_to<S>(amax / limit);
+      const float scale = round_to<S>(over_limit(amax, limit));
       return scale == 0 ? GroupScale{} : GroupScale{scale, 0};
     }
     const float width = range.high - range.low;
-    const float step = std::isinf(width) ? range.high / limit - range.low / limit : width / limit;
+    const float step =
+        width > std::numeric_limits<float>::max() ? range.high / limit - range.low / limit : width / limit;
     const float scale = round_to<S>(step);
     if (scale == 0) return {};
-    return {scale, decode<formats::uint4>(encode<formats::uint4>(-range.low / scale))};
+    return {scale, round_to<Z>(-range.low / scale)};
   }
 }
 
@@ -100,6 +120,19 @@ inline GroupScale group_scale(const Operand& o, GroupRange range, const TensorSc
   GroupScale group;
   group_scales(o, &range, 1, two_level, &group);
   return group;
+}
+
+/// The scale of a whole row or tensor of activations: e4m3 with f32 scales has a floor of 1 / (448 * 512), as
+/// other libraries have it.
+template <Format S>
+GATEFOLD_HD constexpr float whole_scale(const Operand& o, float amax) {
+  const float scale = group_scale<S>(o, {0, amax}, {}).scale;
+  constexpr float floor = 1.0f / (448.0f * 512.0f);
+  constexpr Format floored = formats::e4m3;  // a copy: device code cannot refer to the host's constant
+  return o.value == floored && S == formats::f32 && amax > 0 && scale < floor ? floor : scale;
+}
+inline float whole_scale(const Operand& o, float amax) {
+  return with_format(o.scale, [&]<Format S>() { return whole_scale<S>(o, amax); });
 }
 
 }  // namespace gatefold

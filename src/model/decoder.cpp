@@ -50,7 +50,6 @@ class Step {
       buffer->resize(tokens * config_.hidden);
     for (auto* buffer : {&sequence.queries, &sequence.attended}) buffer->resize(tokens * config_.heads * d);
     for (auto* buffer : {&sequence.cos, &sequence.sin}) buffer->resize(tokens * d / 2);
-    if (model.plan) sequence.workspace.resize(model.plan->workspace_bytes());
     model.rope.angles(sequence.length, tokens, final_length, sequence.cos.data(), sequence.sin.data());
   }
 
@@ -83,6 +82,15 @@ class Step {
     add_output();
   }
 
+  Status run_moe(const ExpertWeights& experts, const MoeInputs& inputs, const MoeOutputs& outputs) {
+    if (!sequence_.moe) {
+      Result<HostCalls> calls = HostCalls::create(*model_.plan);
+      if (!calls) return calls.status();
+      sequence_.moe = std::move(*calls);
+    }
+    return sequence_.moe->run(*model_.plan, experts, inputs, outputs);
+  }
+
   // `index` and `first` (of the step within the call) are for the hook.
   Status mlp(const DecoderLayer& layer, int index, std::int64_t first, const ForwardHooks& hooks) {
     normalize(layer.mlp_norm);
@@ -93,8 +101,7 @@ class Step {
       inputs.hidden = input;
       MoeOutputs outputs;
       outputs.hidden = output;
-      if (Status status = model_.plan->run(*layer.experts, inputs, outputs, sequence_.workspace);
-          !status.ok())
+      if (Status status = run_moe(*layer.experts, inputs, outputs); !status.ok())
         return {status.code(), fmt::format("layer {}: {}", index, status.message())};
       if (hooks.moe) hooks.moe(index, first, input, {output.data, DType::f32, tokens_, config_.hidden});
     } else {

@@ -162,13 +162,13 @@ Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions
     if (!config.is_moe[i]) continue;
     auto experts = load_experts(checkpoint, {.layer = i,
                                              .scheme = options.scheme,
-                                             .device = Device::cpu(),
+                                             .device = options.device,
                                              .quantize = options.quantize,
                                              .plan = plan_options});
     if (!experts) return experts.status();
     state->layers[i].experts = std::move(*experts);
     if (state->plan) continue;
-    auto plan = MoePlan::create(state->layers[i].experts->spec(), plan_options);
+    auto plan = MoePlan::create(state->layers[i].experts->spec(), plan_options, options.device);
     if (!plan) return plan.status();
     state->plan = std::move(*plan);
   }

@@ -11,6 +11,7 @@
 #include "model/attention.h"
 #include "model/linear.h"
 #include "model/rope.h"
+#include "moe/host_calls.h"
 
 namespace gatefold {
 
@@ -49,7 +50,7 @@ struct Sequence::State {
   std::vector<float> gate, up;                  // dense_intermediate
   std::vector<float> cos, sin;                  // head_dim / 2
   std::vector<float> logits;
-  std::vector<std::byte> workspace;  // of the MoE plan
+  std::optional<HostCalls> moe;  // with the plan's workspace
 };
 
 }  // namespace gatefold

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "cpu/probe.h"
+#include "moe/bench_gpu.h"
 #include "moe/synthetic.h"
 #include "moe/weights.h"
 
@@ -26,7 +27,7 @@ class Ceilings {
   explicit Ceilings(int threads) : threads_(threads) {}
 
   /// The better of reading with and without prefetches: CPUs differ.
-  void read(const Arena& memory) { reads_.push_back(std::max(read(memory, 0), read(memory, 4096))); }
+  void read(const HostWeights& memory) { reads_.push_back(std::max(read(memory, 0), read(memory, 4096))); }
 
   /// The best rate for activations of 8 or 16 bits.
   void multiply(bool int8) {
@@ -43,7 +44,7 @@ class Ceilings {
   double gflop_per_s() const { return median(multiplies_); }
 
  private:
-  double read(const Arena& memory, std::int64_t prefetch) const {
+  double read(const HostWeights& memory, std::int64_t prefetch) const {
     constexpr std::int64_t kPiece = 1 << 14;  // floats
     const auto* data = reinterpret_cast<const float*>(memory.data());
     const auto pieces = static_cast<std::int64_t>(memory.bytes() / sizeof(float)) / kPiece;
@@ -82,7 +83,7 @@ Result<BenchRow> time_row(const SyntheticLayers& layers, int tokens, const Bench
   for (std::size_t run = 0; times.size() < 3 || seconds_since(start) < options.seconds; ++run) {
     const Result<double> seconds = calls.run(*plan);
     if (!seconds) return seconds.status();
-    ceilings.read(calls.other_layer().state().arena);
+    ceilings.read(static_cast<const HostWeights&>(*calls.other_layer().state().memory));
     ceilings.multiply(scheme(spec.scheme).activation.value == formats::int8);
     if (run != 0) {  // first touch of the workspace
       times.push_back(*seconds * 1e6);
@@ -129,10 +130,13 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
   Ceilings ceilings(options.threads);
   std::vector<BenchRow> rows;
   for (const SchemeId id : options.schemes) {
-    const Result<SyntheticLayers> layers = SyntheticLayers::create(options.shape, id, options.weight_bytes);
+    const Result<SyntheticLayers> layers =
+        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens) {
-      Result<BenchRow> row = time_row(*layers, tokens, options, ceilings);
+      Result<BenchRow> row = options.device.kind == Device::Kind::cpu
+                                 ? time_row(*layers, tokens, options, ceilings)
+                                 : time_row_on_gpu(*layers, tokens, options);
       if (!row) return row.status();
       rows.push_back(*row);
       if (on_row) on_row(*row);

@@ -20,6 +20,7 @@ struct MoeCall {
   const MoeInputs& inputs;
   const MoeOutputs& outputs;
   std::byte* workspace;  ///< aligned; of the layout that KernelInfo::workspace declares
+  cuda::Stream stream;
 };
 
 struct KernelInfo {
@@ -28,19 +29,20 @@ struct KernelInfo {
   Device::Kind device;
   const WeightLayout* layout;  ///< what it reads
   /// Empty if the kernel can run this, else why not, in words.
-  std::string (*refuses)(const MoeSpec& spec, const PlanOptions& options);
+  std::string (*refuses)(const MoeSpec& spec, const PlanOptions& options, const Device& device);
   /// Declares its buffers for options.max_tokens tokens.
   void (*workspace)(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
-  /// Allocates nothing, throws nothing.
-  void (*launch)(const MoeCall& call);
+  /// Allocates nothing, throws nothing. On a GPU it returns before the work is done.
+  Status (*launch)(const MoeCall& call);
 };
 
 /// Best first.
 std::span<const KernelInfo> cpu_kernels();
+std::span<const KernelInfo> cuda_kernels();  ///< without CUDA in the build, all of them refuse
 
 /// The first kernel that takes the spec and options; nullptr if none does. `refused` gets the others, each
 /// with its reason.
-const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
+const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options, const Device& device,
                                 std::vector<std::string>* refused);
 
 /// What activations are rounded to in a plan: the scheme's operand, the model's 16-bit type, or (value not

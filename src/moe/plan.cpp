@@ -23,12 +23,12 @@ Operand effective_activation(SchemeId id, const MoeSpec& spec, const PlanOptions
   return operands::plain(spec.act_dtype == DType::f16 ? formats::f16 : formats::bf16);
 }
 
-const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
+const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options, const Device& device,
                                 std::vector<std::string>* refused) {
   const KernelInfo* chosen = nullptr;
-  for (const KernelInfo& kernel : cpu_kernels()) {
+  for (const KernelInfo& kernel : device.kind == Device::Kind::cpu ? cpu_kernels() : cuda_kernels()) {
     if (kernel.scheme != spec.scheme) continue;
-    std::string why = kernel.refuses(spec, options);
+    std::string why = kernel.refuses(spec, options, device);
     if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
       why = fmt::format("the caller asks for '{}'", options.kernel);
     if (why.empty() && chosen != nullptr) why = "a better one runs";
@@ -47,14 +47,13 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
                   fmt::format("max_tokens = {} is not within 1..{}", options.max_tokens, 1 << 24));
   if (options.threads < 0)
     return Status(Code::invalid_argument, fmt::format("threads = {}", options.threads));
-  if (device.kind != Device::Kind::cpu) return Status(Code::unsupported, "this build runs on CPUs only");
 
   auto state = std::make_shared<State>();
   state->spec = spec;
   state->options = options;
   state->device = device;
   if (state->options.threads == 0) state->options.threads = omp_get_max_threads();
-  state->kernel = choose_kernel(spec, state->options, &state->refused);
+  state->kernel = choose_kernel(spec, state->options, device, &state->refused);
   if (state->kernel == nullptr)
     return Status(Code::unsupported, fmt::format("no kernel for {}: {}", scheme(spec.scheme).name,
                                                  fmt::join(state->refused, "; ")));
@@ -73,6 +72,15 @@ std::size_t MoePlan::workspace_bytes() const {
 }
 std::string_view MoePlan::kernel_name() const {
   return state_->kernel->name;
+}
+const MoeSpec& MoePlan::spec() const {
+  return state_->spec;
+}
+const Device& MoePlan::device() const {
+  return state_->device;
+}
+int MoePlan::max_tokens() const {
+  return state_->options.max_tokens;
 }
 
 namespace {
@@ -109,7 +117,7 @@ Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertW
     return fail("both topk_ids and router_logits are given");
   if (in.topk_ids == nullptr && in.router_logits == nullptr && weights.vectors.router.empty())
     return fail("the weights hold no router: give router_logits, or topk_ids and topk_weights");
-  if (in.topk_ids != nullptr)
+  if (in.topk_ids != nullptr && weights.device.kind == Device::Kind::cpu)
     for (std::int64_t slot = 0; slot < tokens * spec.top_k; ++slot)
       if (in.topk_ids[slot] < 0 || in.topk_ids[slot] >= spec.experts)
         return fail(fmt::format("topk_ids[{}, {}] = {} is not within 0..{}", slot / spec.top_k,
@@ -119,8 +127,41 @@ Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertW
 
 }  // namespace
 
+namespace {
+
+/// Canaries and poison of a workspace in device memory are made and checked in a copy on the host.
+class DebugWorkspace {
+ public:
+  DebugWorkspace(const WorkspaceLayout& layout, std::byte* base, const Device& device, cuda::Stream stream)
+      : layout_(layout), base_(base), stream_(stream) {
+    if (device.kind == Device::Kind::cuda) copy_.resize(layout.bytes());
+  }
+  Status poison() {
+    layout_.poison(copy_.empty() ? base_ : copy_.data());
+    if (copy_.empty()) return {};
+    if (Status status = cuda::copy(base_, copy_.data(), layout_.used_bytes(), stream_); !status.ok())
+      return status;
+    return cuda::synchronize(stream_);
+  }
+  Result<const WorkspaceLayout::Region*> damaged() {
+    if (copy_.empty()) return layout_.damaged(base_);
+    if (Status status = cuda::copy(copy_.data(), base_, layout_.used_bytes(), stream_); !status.ok())
+      return status;
+    if (Status status = cuda::synchronize(stream_); !status.ok()) return status;
+    return layout_.damaged(copy_.data());
+  }
+
+ private:
+  const WorkspaceLayout& layout_;
+  std::byte* base_;
+  cuda::Stream stream_;
+  std::vector<std::byte> copy_;
+};
+
+}  // namespace
+
 Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
-                    std::span<std::byte> workspace) const {
+                    std::span<std::byte> workspace, cuda::Stream stream) const {
   const State& plan = *state_;
   const ExpertWeights::State& state = weights.state();
   if (Status status = check_call(plan.spec, plan.options, state, inputs, outputs); !status.ok())
@@ -129,21 +170,44 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
     return {Code::invalid_argument,
             fmt::format("weights are packed as '{}', kernel {} reads '{}'", state.layout->name,
                         plan.kernel->name, plan.kernel->layout->name)};
+  if (!(state.device == plan.device))
+    return {Code::invalid_argument, "the weights are on another device than the plan's"};
   if (workspace.size() < plan.layout.bytes())
     return {Code::invalid_argument, fmt::format("the workspace has {} bytes, the plan needs {}",
                                                 workspace.size(), plan.layout.bytes())};
   if (inputs.hidden.rows == 0) return {};
 
   std::byte* base = WorkspaceLayout::align(workspace.data());
-  if (plan.options.debug_workspace) plan.layout.poison(base);
-  plan.kernel->launch(
-      {plan.spec, plan.options, plan.tuning[token_class(inputs.hidden.rows)], state, inputs, outputs, base});
-  if (plan.options.debug_workspace)
-    if (const auto* region = plan.layout.damaged(base))
-      return {Code::internal, fmt::format("{} wrote outside its workspace, near buffer '{}' ({} bytes at {})",
-                                          plan.kernel->name, region->name, region->bytes, region->offset)};
+  const MoeCall call{plan.spec, plan.options, plan.tuning[token_class(inputs.hidden.rows)],
+                     state,     inputs,       outputs,
+                     base,      stream};
+  if (!plan.options.debug_workspace) return plan.kernel->launch(call);
+
+  DebugWorkspace debug(plan.layout, base, plan.device, stream);
+  if (Status status = debug.poison(); !status.ok()) return status;
+  if (Status status = plan.kernel->launch(call); !status.ok()) return status;
+  const auto damaged = debug.damaged();
+  if (!damaged) return damaged.status();
+  if (const auto* region = *damaged)
+    return {Code::internal, fmt::format("{} wrote outside its workspace, near buffer '{}' ({} bytes at {})",
+                                        plan.kernel->name, region->name, region->bytes, region->offset)};
   return {};
 }
+
+namespace {
+
+std::string describe_tuning(const CpuTuning (&tuning)[kTokenClasses]) {
+  constexpr const char* counts[kTokenClasses] = {"1-2 tokens", "3-16 tokens", "more tokens"};
+  std::string text;
+  for (int tokens = 0; tokens < kTokenClasses; ++tokens)
+    text += fmt::format("{}: prefetch {}, split {}, up to {} prepared by one thread\n", counts[tokens],
+                        tuning[tokens].prefetch < 0 ? "by CPU" : fmt::to_string(tuning[tokens].prefetch),
+                        tuning[tokens].split, tuning[tokens].serial_tokens);
+  if (const std::string& warning = TuningFile::installed().warning; !warning.empty()) text += warning + "\n";
+  return text;
+}
+
+}  // namespace
 
 std::string MoePlan::describe() const {
   const State& plan = *state_;
@@ -151,24 +215,19 @@ std::string MoePlan::describe() const {
   const Scheme& row = scheme(spec.scheme);
   const Operand activation = effective_activation(spec.scheme, spec, plan.options);
   std::string text = fmt::format(
-      "{}: {} experts, top {}, hidden {}, intermediate {}; weights {}; activations {}; up to {} tokens on {} "
-      "threads\n",
+      "{}: {} experts, top {}, hidden {}, intermediate {}; weights {}; activations {}; up to {} tokens on "
+      "{}\n",
       row.name, spec.experts, spec.top_k, spec.hidden, spec.intermediate,
       gatefold::describe(row.weight, true),
       activation.value.stored() ? gatefold::describe(activation, false) : "f32", plan.options.max_tokens,
-      plan.options.threads);
+      plan.device.kind == Device::Kind::cpu ? fmt::format("{} threads", plan.options.threads)
+                                            : fmt::format("GPU {}", plan.device.index));
   if (spec.shared.intermediate != 0)
     text += fmt::format("shared expert: intermediate {}, {}{}\n", spec.shared.intermediate,
                         scheme(spec.shared.scheme).name, spec.shared.gated ? ", gated" : "");
   text += fmt::format("kernel {}\n", plan.kernel->name);
   for (const std::string& why : plan.refused) text += fmt::format("  not {}\n", why);
-  constexpr const char* counts[kTokenClasses] = {"1-2 tokens", "3-16 tokens", "more tokens"};
-  for (int tokens = 0; tokens < kTokenClasses; ++tokens)
-    text += fmt::format(
-        "{}: prefetch {}, split {}, up to {} prepared by one thread\n", counts[tokens],
-        plan.tuning[tokens].prefetch < 0 ? "by CPU" : fmt::to_string(plan.tuning[tokens].prefetch),
-        plan.tuning[tokens].split, plan.tuning[tokens].serial_tokens);
-  if (const std::string& warning = TuningFile::installed().warning; !warning.empty()) text += warning + "\n";
+  if (plan.device.kind == Device::Kind::cpu) text += describe_tuning(plan.tuning);
   text += fmt::format("workspace {} bytes\n", plan.layout.bytes());
   for (const auto& region : plan.layout.regions())
     text += fmt::format("  {:<20} {}\n", region.name, region.bytes);

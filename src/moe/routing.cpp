@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "format/exponential.h"
 #include "gatefold/moe.h"
 
 namespace gatefold {
@@ -14,15 +15,16 @@ constexpr float kExcluded = -std::numeric_limits<float>::infinity();
 
 void score_experts(Score score, int experts, const float* logits, float* scores) {
   if (score == Score::sigmoid) {
-    for (int e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    for (int e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + exponential(-logits[e]));
   } else {
     float largest = kExcluded;
     for (int e = 0; e < experts; ++e) largest = std::max(largest, logits[e]);
-    float sum = 0;
+    float parts[kSumParts] = {};
     for (int e = 0; e < experts; ++e) {
-      scores[e] = std::exp(logits[e] - largest);
-      if (!std::isnan(scores[e])) sum += scores[e];
+      scores[e] = exponential(logits[e] - largest);
+      if (!std::isnan(scores[e])) parts[e % kSumParts] += scores[e];
     }
+    const float sum = add_parts(parts);
     for (int e = 0; e < experts; ++e) scores[e] /= sum;
   }
   for (int e = 0; e < experts; ++e)

@@ -17,8 +17,9 @@ double median(std::vector<double> values) {
 
 namespace {
 
-/// Random weights: one expert is quantized, the others are copies in memory of their own.
-Result<ExpertWeights> random_layer(const MoeSpec& spec, std::mt19937& random) {
+/// Random weights of one expert: gate, up, down.
+Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
+  std::mt19937 random(1);
   std::vector<QuantizedMatrix> matrices;
   for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
     const bool down = projection == Projection::down;
@@ -31,13 +32,16 @@ Result<ExpertWeights> random_layer(const MoeSpec& spec, std::mt19937& random) {
     if (!matrix) return matrix.status();
     matrices.push_back(std::move(*matrix));
   }
-  return ExpertWeights::pack(spec, Device::cpu(), {},
-                             [&](int, Projection projection) -> Result<QuantizedMatrix> {
-                               return matrices[static_cast<std::size_t>(projection)];
-                             });
+  return matrices;
 }
 
-/// top_k different experts for every token.
+std::size_t distinct(std::vector<std::int32_t> ids) {
+  std::sort(ids.begin(), ids.end());
+  return static_cast<std::size_t>(std::unique(ids.begin(), ids.end()) - ids.begin());
+}
+
+}  // namespace
+
 void random_routing(const MoeSpec& spec, std::mt19937& random, std::vector<std::int32_t>& ids) {
   std::vector<std::int32_t> experts(static_cast<std::size_t>(spec.experts));
   std::iota(experts.begin(), experts.end(), 0);
@@ -48,14 +52,8 @@ void random_routing(const MoeSpec& spec, std::mt19937& random, std::vector<std::
     }
 }
 
-std::size_t distinct(std::vector<std::int32_t> ids) {
-  std::sort(ids.begin(), ids.end());
-  return static_cast<std::size_t>(std::unique(ids.begin(), ids.end()) - ids.begin());
-}
-
-}  // namespace
-
-Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeId id, std::uint64_t bytes) {
+Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeId id, std::uint64_t bytes,
+                                                const Device& device) {
   SyntheticLayers result;
   MoeSpec& spec = result.spec;
   spec.scheme = id;
@@ -65,9 +63,13 @@ Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeI
   spec.top_k = shape.top_k;
   if (Status status = spec.validate(); !status.ok())
     return Status(status.code(), fmt::format("scheme {}: {}", scheme(id).name, status.message()));
-  std::mt19937 random(1);
-  do {
-    Result<ExpertWeights> layer = random_layer(spec, random);
+  const Result<std::vector<QuantizedMatrix>> expert = random_expert(spec);
+  if (!expert) return expert.status();
+  do {  // all experts are copies of one, in memory of their own
+    Result<ExpertWeights> layer =
+        ExpertWeights::pack(spec, device, {}, [&](int, Projection projection) -> Result<QuantizedMatrix> {
+          return (*expert)[static_cast<std::size_t>(projection)];
+        });
     if (!layer) return layer.status();
     result.layers.push_back(std::move(*layer));
   } while (result.layers.front().packed_bytes() * result.layers.size() < bytes);

@@ -11,12 +11,16 @@ namespace gatefold {
 
 double median(std::vector<double> values);
 
+/// top_k different experts for every token of ids [T, top_k].
+void random_routing(const MoeSpec& spec, std::mt19937& random, std::vector<std::int32_t>& ids);
+
 struct SyntheticLayers {
   MoeSpec spec;
   std::vector<ExpertWeights> layers;
 
   /// As many layers of a shape, each with memory of its own, as hold `bytes`.
-  static Result<SyntheticLayers> create(const BenchShape& shape, SchemeId scheme, std::uint64_t bytes);
+  static Result<SyntheticLayers> create(const BenchShape& shape, SchemeId scheme, std::uint64_t bytes,
+                                        const Device& device = {});
 };
 
 /// Calls with the same number of tokens, uniform random routing, and another layer each time.

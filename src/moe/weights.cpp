@@ -54,7 +54,7 @@ Status check_vectors(const MoeSpec& spec, const LayerVectors& v) {
 /// Takes the matrices of one expert from a source, packs them, and forgets them.
 class Packer {
  public:
-  Packer(const WeightLayout& layout, std::byte* memory) : layout_(layout), next_(memory) {}
+  Packer(const WeightLayout& layout, WeightMemory& memory) : layout_(layout), memory_(memory) {}
 
   /// Where the next expert goes.
   std::byte* next() const { return next_; }
@@ -78,13 +78,13 @@ class Packer {
       gate_up.push_back(std::move(*matrix));
     }
     PackedMatrix packed[2];
-    pack(gate_up.data(), 2, packed);
+    if (Status status = pack(gate_up.data(), 2, packed); !status.ok()) return status;
     ffn.gate = packed[0];
     ffn.up = packed[1];
     gate_up.clear();
     const Result<QuantizedMatrix> down = take(Projection::down);
     if (!down) return down.status();
-    pack(&*down, 1, &ffn.down);
+    if (Status status = pack(&*down, 1, &ffn.down); !status.ok()) return status;
     const auto& gate = ffn.gate.input_scale;
     const auto& up = ffn.up.input_scale;
     if (gate.has_value() != up.has_value() ||
@@ -105,20 +105,22 @@ class Packer {
  private:
   static std::size_t padded(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-  void pack(const QuantizedMatrix* matrices, int count, PackedMatrix* packed) {
+  Status pack(const QuantizedMatrix* matrices, int count, PackedMatrix* packed) {
     for (int i = 0; i < count; ++i) {
       const QuantizedMatrix& m = matrices[i];
       packed[i] = {m.scheme, m.n, m.k, m.scale_format, m.tensor_scale, m.input_scale, nullptr};
     }
-    layout_.pack(matrices, count, next_, packed);
+    const std::size_t at = next_;
     for (int i = 0; i < count; ++i) {
       const QuantizedMatrix& m = matrices[i];
       next_ += padded(layout_.bytes(m.scheme, m.scale_format, m.n, m.k));
     }
+    return memory_.pack(matrices, count, at, packed);
   }
 
   const WeightLayout& layout_;
-  std::byte* next_;
+  WeightMemory& memory_;
+  std::size_t next_ = 0;
 };
 
 }  // namespace
@@ -127,7 +129,6 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
                                           const ExpertSource& routed, const ExpertSource& shared,
                                           const PlanOptions& plan) {
   if (Status status = spec.validate(); !status.ok()) return status;
-  if (device.kind != Device::Kind::cpu) return Status(Code::unsupported, "this build runs on CPUs only");
   if (Status status = check_vectors(spec, vectors); !status.ok()) return status;
 
   auto state = std::make_shared<State>();
@@ -135,7 +136,7 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
   state->device = device;
   state->vectors = std::move(vectors);
   std::vector<std::string> refused;
-  const KernelInfo* kernel = choose_kernel(spec, plan, &refused);
+  const KernelInfo* kernel = choose_kernel(spec, plan, device, &refused);
   if (kernel == nullptr)
     return Status(Code::unsupported,
                   fmt::format("no kernel for {}: {}", scheme(spec.scheme).name, fmt::join(refused, "; ")));
@@ -145,10 +146,12 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
       spec.shared.intermediate == 0
           ? 0
           : Packer::bytes(*state->layout, spec.shared.scheme, spec.hidden, spec.shared.intermediate);
-  state->arena = Arena(each * static_cast<std::size_t>(spec.experts) + shared_bytes);
-  if (state->arena.data() == nullptr)
-    return Status(Code::io_error, fmt::format("no memory for {} experts of {} bytes", spec.experts, each));
-  Packer packer(*state->layout, state->arena.data());
+  auto memory = state->layout->allocate(each * static_cast<std::size_t>(spec.experts) + shared_bytes, device);
+  if (!memory)
+    return Status(memory.status().code(),
+                  fmt::format("{} experts of {} bytes: {}", spec.experts, each, memory.status().message()));
+  state->memory = std::move(*memory);
+  Packer packer(*state->layout, *state->memory);
   state->routed.resize(static_cast<std::size_t>(spec.experts));
   int with_static = 0;
   for (int e = 0; e < spec.experts; ++e) {
@@ -175,7 +178,21 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
                                     spec.shared.intermediate, state->shared);
         !status.ok())
       return status;
+  if (Status status = state->memory->finish(*state); !status.ok()) return status;
   return ExpertWeights(std::move(state));
+}
+
+Result<std::unique_ptr<WeightMemory>> HostWeights::allocate(std::size_t bytes, Pack pack) {
+  Arena arena(bytes);
+  if (arena.data() == nullptr) return Status(Code::io_error, fmt::format("no memory for {} bytes", bytes));
+  return std::unique_ptr<WeightMemory>(new HostWeights(std::move(arena), pack));
+}
+Status HostWeights::pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) {
+  pack_(matrices, count, arena_.data() + at, packed);
+  return {};
+}
+std::string HostWeights::describe() const {
+  return fmt::format("{:.0f} % in 2 MiB pages", 100 * arena_.large_pages());
 }
 
 const MoeSpec& ExpertWeights::spec() const {
@@ -186,8 +203,8 @@ const Device& ExpertWeights::device() const {
 }
 
 std::string ExpertWeights::describe() const {
-  return fmt::format("weights: {} bytes as {}, {:.0f} % in 2 MiB pages\n", state_->arena.bytes(),
-                     state_->layout->name, 100 * state_->arena.large_pages());
+  return fmt::format("weights: {} bytes as {}, {}\n", state_->memory->bytes(), state_->layout->name,
+                     state_->memory->describe());
 }
 std::size_t ExpertWeights::packed_expert_bytes() const {
   return state_->expert_bytes;

@@ -2,6 +2,7 @@
 /// \file
 /// What an ExpertWeights handle holds.
 
+#include <memory>
 #include <vector>
 
 #include "gatefold/moe.h"
@@ -18,14 +19,44 @@ struct PackedMatrix {
   const std::byte* data = nullptr;
 };
 
+/// Memory of a device for the packed weights of a layer, zeroed and 64-byte aligned.
+class WeightMemory {
+ public:
+  virtual ~WeightMemory() = default;
+  virtual std::size_t bytes() const = 0;
+  /// Packs `count` matrices of one shape, which are multiplied by the same inputs, into the sum of their
+  /// bytes from byte `at` on, a multiple of 64, and sets where each begins.
+  virtual Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) = 0;
+  /// Called once, after the last matrix.
+  virtual Status finish(const ExpertWeights::State& state) = 0;
+  /// Where the memory is, for ExpertWeights::describe.
+  virtual std::string describe() const = 0;
+};
+
 /// How matrices lie in memory. Kernels name the layout that they read.
 struct WeightLayout {
-  std::string_view name;
+  std::string_view name;  ///< ends in a version if handles of older ones may be around
   /// Bytes of an [n, k] matrix whose scales are stored in `scale_format`.
   std::size_t (*bytes)(SchemeId scheme, Format scale_format, std::int64_t n, std::int64_t k);
-  /// Packs `count` matrices of one shape, which are multiplied by the same inputs, into the sum of their
-  /// bytes, and sets where each begins. `out` is zeroed and 64-byte aligned.
-  void (*pack)(const QuantizedMatrix* matrices, int count, std::byte* out, PackedMatrix* packed);
+  Result<std::unique_ptr<WeightMemory>> (*allocate)(std::size_t bytes, const Device& device);
+};
+
+/// Host memory.
+class HostWeights final : public WeightMemory {
+ public:
+  using Pack = void (*)(const QuantizedMatrix* matrices, int count, std::byte* out, PackedMatrix* packed);
+  static Result<std::unique_ptr<WeightMemory>> allocate(std::size_t bytes, Pack pack);
+
+  std::size_t bytes() const override { return arena_.bytes(); }
+  const std::byte* data() const { return arena_.data(); }
+  Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) override;
+  Status finish(const ExpertWeights::State&) override { return {}; }
+  std::string describe() const override;
+
+ private:
+  HostWeights(Arena arena, Pack pack) : arena_(std::move(arena)), pack_(pack) {}
+  Arena arena_;
+  Pack pack_;
 };
 
 /// One feed-forward network: gate and up [I, H], down [H, I].
@@ -38,7 +69,7 @@ struct ExpertWeights::State {
   Device device;
   LayerVectors vectors;
   const WeightLayout* layout = nullptr;
-  Arena arena;
+  std::unique_ptr<WeightMemory> memory;
   std::size_t expert_bytes = 0;  ///< of one routed expert
   std::vector<Ffn> routed;
   Ffn shared;

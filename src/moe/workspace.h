@@ -36,6 +36,8 @@ class WorkspaceLayout {
   }
 
   std::span<const Region> regions() const { return {regions_.data(), used_}; }
+  /// From an aligned base on.
+  std::size_t used_bytes() const { return total_; }
   /// Includes the room to align a base pointer of any alignment.
   std::size_t bytes() const { return total_ + kAlignment; }
 

@@ -1,0 +1,77 @@
+// The functions of gatefold/cuda*.h, and the list of kernels, in a build without CUDA.
+#include "gatefold/cuda_quantize.h"
+
+#include <vector>
+
+#include "cuda/measure.h"
+#include "moe/kernel.h"
+
+namespace gatefold::cuda {
+namespace {
+Status absent() {
+  return {Code::unsupported, "this build has no CUDA backend (configure with -DGATEFOLD_CUDA=ON)"};
+}
+}  // namespace
+
+Result<DeviceInfo> device_info(int) {
+  return absent();
+}
+
+Memory& Memory::operator=(Memory&&) noexcept = default;
+Memory::~Memory() {}  // nothing was allocated
+Result<Memory> Memory::allocate(std::size_t, std::string_view, int, Place) {
+  return absent();
+}
+
+Status copy(void*, const void*, std::size_t, Stream) {
+  return absent();
+}
+Status fill(void*, unsigned char, std::size_t, Stream) {
+  return absent();
+}
+Status synchronize(Stream) {
+  return absent();
+}
+
+Result<ActivationLayout> activation_layout(SchemeId, std::int64_t, std::int64_t) {
+  return absent();
+}
+Status quantize_activations(SchemeId, const QuantizeInputs&, const QuantizeOutputs&, std::span<std::byte>,
+                            Stream) {
+  return absent();
+}
+
+struct Timer::State {};
+Result<Timer> Timer::create(int) {
+  return absent();
+}
+Result<double> Timer::launched(const Work&) {
+  return absent();
+}
+Result<std::vector<double>> Timer::replayed(const Work&, int) {
+  return absent();
+}
+Status launch_read(const ReadArgs&, int, Stream) {
+  return absent();
+}
+
+}  // namespace gatefold::cuda
+
+namespace gatefold {
+
+std::span<const KernelInfo> cuda_kernels() {
+  static const std::vector<KernelInfo> list = [] {
+    std::vector<KernelInfo> kernels;
+    for_each_scheme([&]<class S>() {
+      kernels.push_back({"cuda.sm_90a." + std::string(S::scheme.name), S::id, Device::Kind::cuda, nullptr,
+                         [](const MoeSpec&, const PlanOptions&, const Device&) {
+                           return cuda::device_info().status().message();
+                         },
+                         nullptr, nullptr});
+    });
+    return kernels;
+  }();
+  return list;
+}
+
+}  // namespace gatefold

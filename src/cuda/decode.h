@@ -1,0 +1,163 @@
+#pragma once
+/// \file
+/// From packed codes to pairs of 16-bit numbers, the operands of the matrix multiply: one function for each
+/// kind of format, and the same source for the device and (emulated) for the host.
+///
+/// What comes out is exact: a code's value, or value and group scale where 16 bits hold the product
+/// (PackedFormat::folded), times 2^-decoded_power. Other scales are applied to the f32 sum of a group, not
+/// to the weights: bf16 would round int4 * scale by 2^-9, which costs a relative error of 1e-3 per multiply,
+/// several times what the tests' tolerance (and the CPU) leave for all f32 arithmetic together; on sums a
+/// scale costs 4 FMA per 2 to 8 multiplies.
+///
+/// Most sequences rest on one fact: bits placed at the right end of a 16-bit float are a multiple of its
+/// smallest subnormal, and bits placed with an exponent field at its end are off by a power of two only. A
+/// multiply-add by a power of two makes numbers of them, exactly.
+
+#include "cuda/packed.h"
+
+namespace gatefold::cuda {
+
+/// Two numbers of M, bf16 or f16; the first is in the low half.
+using Pair = std::uint32_t;
+
+template <Format M>
+constexpr Pair both(float value) {
+  return encode<M>(value) * 0x10001u;
+}
+
+/// a * b + c, each half rounded once.
+template <Format M>
+GATEFOLD_HD Pair multiply_add(Pair a, Pair b, Pair c) {
+#ifdef __CUDA_ARCH__
+  Pair d;
+  if constexpr (M == formats::bf16)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+#else
+  Pair d = 0;
+  for (int shift = 0; shift < 32; shift += 16) {  // exact in double, for the numbers of this file
+    const double product =
+        static_cast<double>(decode<M>(a >> shift & 0xffff)) * decode<M>(b >> shift & 0xffff);
+    d |= encode<M>(static_cast<float>(product + decode<M>(c >> shift & 0xffff))) << shift;
+  }
+  return d;
+#endif
+}
+
+template <Format M>
+GATEFOLD_HD Pair multiply(Pair a, Pair b) {
+  return multiply_add<M>(a, b, 0x80008000u);  // -0 keeps the sign of a product that is 0
+}
+
+/// (word & mask) | or_bits, in one instruction.
+GATEFOLD_HD constexpr std::uint32_t select(std::uint32_t word, std::uint32_t mask, std::uint32_t or_bits) {
+  return (word & mask) | or_bits;
+}
+
+/// value = decoded * 2^decoded_power.
+template <PackedFormat P, Format M>
+constexpr int decoded_power() {
+  if (P.value.is_integer()) return 9;
+  if (P.folded) return 11;
+  if (P.value == formats::e4m3 && M == formats::f16) return 8;
+  return 0;
+}
+
+/// What decode8 takes beside the codes of a row: a zero point, or a folded scale.
+template <PackedFormat P, Format M>
+GATEFOLD_HD Pair zero_term(std::uint32_t zero) {
+  constexpr Pair minus = both<M>(M == formats::bf16 ? -0x1p124f : -0x1p15f);
+  return multiply<M>(zero * 0x10001u, minus);
+}
+template <PackedFormat P, Format M>
+GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {  // scale * 2^115 (bf16), 2^3 (f16)
+  if constexpr (M == formats::bf16) return (repacked << 4 | 0x7000u) * 0x10001u;
+  return (repacked << 7) * 0x10001u;
+}
+
+/// Integers that count from 0: the low bits of a half are subnormals, and so are the next ones, times 16.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* out) {
+  constexpr float unit = M == formats::bf16 ? 0x1p124f : 0x1p15f;  // smallest subnormal to 2^-9
+  constexpr Pair low = both<M>(unit), high = both<M>(unit / 16);
+  constexpr Pair offset = both<M>(-0x1p-9f * static_cast<float>(code_offset(P.value)));
+  const Pair start = P.zeros ? term : offset;
+  if constexpr (P.value.bits == 8) {
+    for (int w = 0; w < 2; ++w) {
+      out[2 * w] = multiply_add<M>(words[w] & 0x00ff00ffu, low, start);
+      out[2 * w + 1] = multiply_add<M>(words[w] >> 8 & 0x00ff00ffu, low, start);
+    }
+  } else {
+    const std::uint32_t upper = words[0] >> 8;
+    out[0] = multiply_add<M>(words[0] & 0x000f000fu, low, start);
+    out[1] = multiply_add<M>(words[0] & 0x00f000f0u, high, start);
+    out[2] = multiply_add<M>(upper & 0x000f000fu, low, start);
+    out[3] = multiply_add<M>(upper & 0x00f000f0u, high, start);
+  }
+}
+
+/// e4m3 and e5m2, a code in the upper byte of each half: the fields move to where M has them.
+template <PackedFormat P, Format M>
+GATEFOLD_HD Pair decode_bytes(std::uint32_t upper) {
+  constexpr int shift = M.exponent_bits - P.value.exponent_bits;
+  constexpr std::uint32_t fields = (0x7f00u >> shift) * 0x10001u;
+  if constexpr (shift == 0) return upper & 0xff00ff00u;
+  const Pair moved = select(upper, 0x80008000u, upper >> shift & fields);
+  if constexpr (M == formats::f16) return moved;  // decoded_power
+  constexpr Pair power = both<M>(detail::power_of_two(M.bias() - P.value.bias()));
+  return multiply<M>(moved, power);
+}
+
+/// e2m1: see code_bit.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode_e2m1(std::uint32_t word, Pair term, Pair* out) {
+  constexpr std::uint32_t sign = 0x80008000u, fields = 0x01c001c0u;
+  constexpr Pair power = both<M>(detail::power_of_two(M.bias() - 1));
+  const Pair factor = P.folded ? term : power;
+  out[0] = word;
+  out[1] = word << 3;
+  out[2] = word << 6;
+  out[3] = select(word << 1, sign, select(word >> 3, 0x01800180u, word >> 7 & 0x00400040u));
+  for (int i = 0; i < 4; ++i) {
+    // f16 has its exponent three bits further left.
+    if constexpr (M == formats::bf16)
+      out[i] &= sign | fields;
+    else
+      out[i] = select(out[i], sign, (out[i] & fields) << 3);
+    out[i] = multiply<M>(out[i], factor);
+  }
+}
+
+/// 8 codes of a row, neighbours in k: P.value.bits / 4 words to 4 pairs.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
+  if constexpr (P.value.bits == 16) {
+    for (int i = 0; i < 4; ++i) out[i] = words[i];
+  } else if constexpr (P.value.is_integer()) {
+    decode_integers<P, M>(words, term, out);
+  } else if constexpr (P.value.bits == 8) {
+    for (int w = 0; w < 2; ++w) {
+      out[2 * w] = decode_bytes<P, M>(words[w] << 8);
+      out[2 * w + 1] = decode_bytes<P, M>(words[w]);
+    }
+  } else {
+    decode_e2m1<P, M>(words[0], term, out);
+  }
+}
+
+/// f16 as the sum of two bf16, exactly: what a bf16 multiply needs where one operand is f16 and the other is
+/// bf16, which f16 cannot hold.
+GATEFOLD_HD void split_f16(Pair value, Pair& high, Pair& low) {
+  high = low = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const float x = decode<formats::f16>(value >> shift & 0xffff);
+    const std::uint32_t first = encode<formats::bf16>(x);
+    const float rounded = decode<formats::bf16>(first);
+    high |= first << shift;
+    low |= encode<formats::bf16>(x == rounded ? 0.0f : x - rounded) << shift;  // Inf has no second part
+  }
+}
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,58 @@
+#pragma once
+/// \file
+/// Rows of activations as the multiply takes them (GemmInputs): 16-bit numbers, those of a quantized operand
+/// as the bf16 of their codes' values. Scales of groups that keep them exact in bf16 (ue8m0, ue4m3) are
+/// multiplied in, the others lie beside the rows.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/moe_gemm.h"
+#include "gatefold/quantize.h"
+
+namespace gatefold::cuda {
+
+struct InputArgs {
+  Operand activation;  ///< what rows are rounded to (effective_activation)
+  MatrixView x;        ///< [.., k]; rows: of the result
+  /// Row i comes from row gather[i] / gather_divisor of x; nullptr: i.
+  const std::int32_t* gather = nullptr;
+  std::int32_t gather_divisor = 1;
+  /// The static scale of row i is static_scales[experts[slots[i]]]; nullptr: scales are dynamic.
+  const TensorScale* static_scales = nullptr;
+  const std::int32_t* experts = nullptr;
+  const std::int32_t* slots = nullptr;
+  const std::int32_t* row_count = nullptr;  ///< [1], of rows by position: those behind are not there
+  float* amax = nullptr;                    ///< [rows], for dynamic scales per tensor
+
+  std::uint16_t* rows = nullptr;  ///< [rows, stride]
+  std::int64_t stride = 0;
+  float* row_scales = nullptr;     ///< [rows], if has_row_scales
+  float* record_scales = nullptr;  ///< [rows, stride / kRecordColumns], if has_record_scales
+};
+
+constexpr bool has_row_scales(const Operand& a) {
+  return a.quantized() && (a.group.k == 0 || a.tensor_scale.stored());
+}
+constexpr bool has_record_scales(const Operand& a) {
+  return a.quantized() && a.group.k != 0 && a.scale == formats::f32;
+}
+/// Whether the multiply can take an operand as above.
+constexpr bool can_multiply(const Operand& a) {
+  if (!a.quantized()) return a.value == formats::bf16 || a.value == formats::f16;
+  if (a.value.bits > 8 || a.value == formats::e5m2) return false;
+  if (a.group.k == 0) return a.scale == formats::f32;
+  if (a.scale == formats::f32) return a.group.k == kRecordColumns;
+  return kRecordColumns % a.group.k == 0 && a.group.k >= 4 &&
+         (a.scale == formats::ue8m0 || (a.scale == formats::ue4m3 && a.value == formats::e2m1));
+}
+constexpr InputKind input_kind(const Operand& a) {
+  return has_record_scales(a)                        ? InputKind::bf16_record_scales
+         : a.value == formats::f16 && !a.quantized() ? InputKind::f16
+                                                     : InputKind::bf16;
+}
+
+cudaError_t launch_inputs(const InputArgs& args, cudaStream_t stream);
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,377 @@
+#include "cuda/layer.h"
+
+#include <fmt/format.h>
+
+#include "cuda/inputs.h"
+#include "cuda/moe_gemm.h"
+#include "cuda/routing.h"
+#include "cuda/slots.h"
+#include "cuda/weights.h"
+
+namespace gatefold::cuda {
+namespace {
+
+template <class T>
+struct Buffer {
+  std::size_t offset = 0;
+  T* at(std::byte* base) const { return reinterpret_cast<T*>(base + offset); }
+};
+
+constexpr std::int64_t padded(std::int64_t k) {
+  return (k + kRecordColumns - 1) / kRecordColumns * kRecordColumns;
+}
+
+/// Rows of one operand: what inputs.h writes and a multiply reads.
+struct InputBuffers {
+  Operand activation;
+  std::int64_t stride = 0;
+  Buffer<std::uint16_t> rows;
+  Buffer<float> row_scales, record_scales, amax;
+
+  InputBuffers() = default;
+  InputBuffers(std::string_view name, const Operand& a, std::size_t count, std::int64_t k,
+               WorkspaceLayout& layout)
+      : activation(a), stride(padded(k)) {
+    rows = {layout.add<std::uint16_t>(name, count * static_cast<std::size_t>(stride))};
+    row_scales = {layout.add<float>("row_scales", has_row_scales(a) ? count : 0)};
+    record_scales = {layout.add<float>(
+        "record_scales",
+        has_record_scales(a) ? count * static_cast<std::size_t>(stride / kRecordColumns) : 0)};
+    amax = {layout.add<float>("row_amax", a.quantized() && a.group.n == 0 ? count : 0)};
+  }
+  GemmInputs gemm(std::byte* base) const {
+    return {.rows = rows.at(base),
+            .stride = stride,
+            .row_scales = has_row_scales(activation) ? row_scales.at(base) : nullptr,
+            .record_scales = has_record_scales(activation) ? record_scales.at(base) : nullptr};
+  }
+};
+
+/// The buffers of one feed-forward network over `rows` rows: routed slots, or all tokens.
+struct FfnBuffers {
+  SchemeId scheme = SchemeId::bf16;
+  std::int64_t intermediate = 0;
+  Buffer<Item> items;
+  Buffer<std::int32_t> item_count;
+  InputBuffers in, mid;
+  Buffer<float> mid_sums;  // [rows, I], if the intermediate is quantized by a kernel of its own
+  Buffer<float> out;       // [rows, H]
+
+  FfnBuffers() = default;
+  FfnBuffers(SchemeId id, const MoeSpec& spec, const PlanOptions& options, std::int64_t width,
+             std::size_t most_items, std::size_t in_rows, std::size_t rows, WorkspaceLayout& layout)
+      : scheme(id), intermediate(width) {
+    const Operand activation = effective_activation(id, spec, options);
+    items = {layout.add<Item>("items", most_items)};
+    item_count = {layout.add<std::int32_t>("item_count", 1)};
+    in = InputBuffers("inputs", activation, in_rows, spec.hidden, layout);
+    mid = InputBuffers("intermediate", activation, rows, width, layout);
+    mid_sums = {layout.add<float>("unrounded_mid",
+                                  activation.quantized() ? rows * static_cast<std::size_t>(width) : 0)};
+    out = {layout.add<float>("outputs", rows * static_cast<std::size_t>(spec.hidden))};
+  }
+};
+
+struct LayerBuffers {
+  Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, active_experts, active_count,
+      route_scratch;
+  Buffer<float> topk_weights, logits;
+  FfnBuffers routed, shared;
+  bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
+
+  LayerBuffers(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {
+    const auto tokens = static_cast<std::size_t>(options.max_tokens),
+               top_k = static_cast<std::size_t>(spec.top_k), experts = static_cast<std::size_t>(spec.experts),
+               slots = tokens * top_k;
+    const Operand activation = effective_activation(spec.scheme, spec, options);
+    may_be_static = activation.quantized() && (activation.group.n == 0 || activation.tensor_scale.stored());
+    topk_ids = {layout.add<std::int32_t>("topk_ids", slots)};
+    topk_weights = {layout.add<float>("topk_weights", slots)};
+    expert_offsets = {layout.add<std::int32_t>("expert_offsets", experts + 1)};
+    slot_position = {layout.add<std::int32_t>("slot_position", slots)};
+    sorted_slots = {layout.add<std::int32_t>("sorted_slots", slots)};
+    active_experts = {layout.add<std::int32_t>("active_experts", experts)};
+    active_count = {layout.add<std::int32_t>("active_count", 1)};
+    route_scratch = {
+        layout.add<std::int32_t>("route_scratch", route_scratch_words(options.max_tokens, spec.experts))};
+    logits = {layout.add<float>("router_logits", tokens * experts)};
+    // An item more than full ones for each expert that has slots.
+    routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate,
+                        std::min(experts, slots) + slots / kTileTokens, may_be_static ? slots : tokens, slots,
+                        layout);
+    if (spec.shared.intermediate != 0)
+      shared = FfnBuffers(spec.shared.scheme, spec, options, spec.shared.intermediate,
+                          tokens / kTileTokens + 1, tokens, tokens, layout);
+  }
+};
+
+/// Launches the kernels of one call; the first error ends it.
+class LayerRun {
+ public:
+  LayerRun(const MoeCall& call, const LayerBuffers& buffers)
+      : call_(call),
+        spec_(call.spec),
+        state_(call.weights),
+        weights_(DeviceWeights::of(call.weights)),
+        b_(buffers),
+        base_(call.workspace),
+        stream_(native(call.stream)),
+        tokens_(static_cast<std::int32_t>(call.inputs.hidden.rows)),
+        slots_(tokens_ * call.spec.top_k) {}
+
+  Status run() {
+    const bool shared = spec_.shared.intermediate != 0;
+    const bool per_slot = b_.may_be_static && state_.static_input_scales;
+    route();
+    give_routing();
+    const GemmKernel gate_up = find(b_.routed, weights_.gate_up), down = find(b_.routed, weights_.down);
+    if (!whole_experts(gate_up) || shared) launched(cut_items(gate_up), "cut tokens into items");
+
+    GemmArgs first = gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, whole_experts(gate_up));
+    if (takes_hidden_states(b_.routed.in)) {
+      first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
+      // No kernel came between the one that wrote the items and this multiply.
+      first.items_are_old = false;
+    } else {
+      InputArgs in = rows(b_.routed.in, call_.inputs.hidden, per_slot ? slots_ : tokens_);
+      if (per_slot) {
+        in.gather = in.slots = b_.sorted_slots.at(base_);
+        in.gather_divisor = spec_.top_k;
+        in.experts = b_.topk_ids.at(base_);
+        in.static_scales = weights_.input_scales;
+        in.row_count = b_.expert_offsets.at(base_) + spec_.experts;
+      }
+      launched(launch_inputs(in, stream_), "round inputs");
+    }
+    if (!per_slot) {
+      first.inputs.slots = b_.sorted_slots.at(base_);
+      first.inputs.top_k = spec_.top_k;
+    }
+    first.bias = weights_.gate_bias;
+    first.up_bias = weights_.up_bias;
+    launched(launch_gemm(gate_up, first, blocks(), stream_), "multiply by gate and up");
+    round_mid(b_.routed, slots_, per_slot);
+    GemmArgs second = gemm(b_.routed, weights_.down, GemmKind::down, whole_experts(gate_up));
+    second.bias = weights_.down_bias;
+    launched(launch_gemm(down, second, blocks(), stream_), "multiply by down");
+
+    if (shared) run_shared();
+    launched(combine(), "add slots up");
+    return status_;
+  }
+
+ private:
+  void launched(cudaError_t error, std::string_view what) {
+    if (status_.ok()) status_ = check(error, what);
+  }
+  int blocks() const { return weights_.device().multiprocessors; }
+
+  GemmKernel find(const FfnBuffers& ffn, const DeviceMatrices& m) const {
+    return find_gemm(ffn.scheme, m.wide, input_kind(ffn.in.activation), tokens_ <= kTileTokens);
+  }
+
+  /// Whether an item takes all slots of any expert. Ids that are given may name one more than once.
+  bool whole_experts(const GemmKernel& kernel) const {
+    return (call_.inputs.topk_ids == nullptr ? tokens_ : slots_) <= kernel.tokens;
+  }
+
+  /// Whether the multiply can read the hidden states as they are.
+  bool takes_hidden_states(const InputBuffers& in) const {
+    const MatrixView& x = call_.inputs.hidden;
+    const DType dtype = in.activation.value == formats::f16 ? DType::f16 : DType::bf16;
+    return !in.activation.quantized() && x.dtype == dtype && in.stride == spec_.hidden &&
+           reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0;
+  }
+
+  /// Expert ids and weights of every token, and slots in the order of experts.
+  void route() {
+    const MoeInputs& in = call_.inputs;
+    const float* logits = in.router_logits;
+    if (in.topk_ids == nullptr && logits == nullptr) {
+      launched(launch_router_logits({.tokens = tokens_,
+                                     .experts = spec_.experts,
+                                     .hidden_size = spec_.hidden,
+                                     .hidden = in.hidden.data,
+                                     .dtype = in.hidden.dtype,
+                                     .router = weights_.router,
+                                     .bias = weights_.router_bias,
+                                     .logits = b_.logits.at(base_)},
+                                    stream_),
+               "compute router logits");
+      logits = b_.logits.at(base_);
+    }
+    launched(launch_route({.tokens = tokens_,
+                           .experts = spec_.experts,
+                           .top_k = spec_.top_k,
+                           .routing = spec_.routing,
+                           .logits = logits,
+                           .correction_bias = weights_.correction_bias,
+                           .given_ids = in.topk_ids,
+                           .given_weights = in.topk_weights,
+                           .first_expert = 0,
+                           .end_expert = spec_.experts,
+                           .out = {.topk_ids = b_.topk_ids.at(base_),
+                                   .topk_weights = b_.topk_weights.at(base_),
+                                   .expert_offsets = b_.expert_offsets.at(base_),
+                                   .slot_position = b_.slot_position.at(base_),
+                                   .sorted_slots = b_.sorted_slots.at(base_),
+                                   .active_experts = b_.active_experts.at(base_),
+                                   .active_count = b_.active_count.at(base_)},
+                           .block_counts = b_.route_scratch.at(base_)},
+                          stream_),
+             "route tokens");
+  }
+
+  /// What the routing chose, where the caller wants to know.
+  void give_routing() {
+    const auto give = [&](void* to, const void* from) {
+      if (to == nullptr) return;
+      launched(
+          cudaMemcpyAsync(to, from, static_cast<std::size_t>(slots_) * 4, cudaMemcpyDeviceToDevice, stream_),
+          "copy the routing");
+    };
+    give(call_.outputs.topk_ids, b_.topk_ids.at(base_));
+    give(call_.outputs.topk_weights, b_.topk_weights.at(base_));
+  }
+
+  cudaError_t cut_items(const GemmKernel& routed) {
+    ItemArgs args{.active_experts = b_.active_experts.at(base_),
+                  .active_count = b_.active_count.at(base_),
+                  .expert_offsets = b_.expert_offsets.at(base_),
+                  .items = b_.routed.items.at(base_),
+                  .item_count = b_.routed.item_count.at(base_),
+                  .tokens = routed.tokens};
+    if (spec_.shared.intermediate != 0) {
+      args.shared_items = b_.shared.items.at(base_);
+      args.shared_item_count = b_.shared.item_count.at(base_);
+      args.shared_tokens = find(b_.shared, weights_.shared_gate_up).tokens;
+      args.all_tokens = tokens_;
+    }
+    return launch_items(args, stream_);
+  }
+
+  InputArgs rows(const InputBuffers& to, const MatrixView& x, std::int64_t count) const {
+    InputArgs args{.activation = to.activation, .x = x};
+    args.x.rows = count;
+    args.amax = to.amax.at(base_);
+    args.rows = to.rows.at(base_);
+    args.stride = to.stride;
+    args.row_scales = to.row_scales.at(base_);
+    args.record_scales = to.record_scales.at(base_);
+    return args;
+  }
+
+  /// Without inputs.slots and biases.
+  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind, bool all_of_an_expert) const {
+    const bool down = kind == GemmKind::down;
+    const std::int64_t n = down ? spec_.hidden : ffn.intermediate, k = down ? ffn.intermediate : spec_.hidden;
+    const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme).weight, m.wide), n, k, down ? 1 : 2);
+    GemmArgs args{.weights = m.data,
+                  .expert_stride = m.expert_stride,
+                  .groups = static_cast<std::int32_t>(shape.units / kGroupUnits),
+                  .steps = static_cast<std::int32_t>(shape.records),
+                  .rows = static_cast<std::int32_t>(n),
+                  .inputs = (down ? ffn.mid : ffn.in).gemm(base_),
+                  .items = ffn.items.at(base_),
+                  .item_count = ffn.item_count.at(base_),
+                  .items_are_old = true,
+                  .kind = kind,
+                  .activation = spec_.activation};
+    if (all_of_an_expert) {
+      args.items = nullptr;
+      args.active_experts = b_.active_experts.at(base_);
+      args.expert_offsets = b_.expert_offsets.at(base_);
+      args.item_count = b_.active_count.at(base_);
+    }
+    const Operand& a = ffn.mid.activation;
+    if (down) {
+      args.out = ffn.out.at(base_);
+      args.out_stride = spec_.hidden;
+    } else if (a.quantized()) {
+      args.out = ffn.mid_sums.at(base_);
+      args.out_stride = ffn.intermediate;
+    } else {
+      args.out = ffn.mid.rows.at(base_);
+      args.out_stride = ffn.mid.stride;
+      args.out_dtype = a.value == formats::f16 ? DType::f16 : DType::bf16;
+    }
+    return args;
+  }
+
+  void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static) {
+    if (!ffn.mid.activation.quantized()) return;
+    InputArgs mid = rows(ffn.mid, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
+    if (&ffn == &b_.routed) mid.row_count = b_.expert_offsets.at(base_) + spec_.experts;
+    if (with_static) {
+      mid.slots = b_.sorted_slots.at(base_);
+      mid.experts = b_.topk_ids.at(base_);
+      mid.static_scales = weights_.mid_scales;
+    }
+    launched(launch_inputs(mid, stream_), "round the intermediate");
+  }
+
+  void run_shared() {
+    const FfnBuffers& ffn = b_.shared;
+    launched(launch_inputs(rows(ffn.in, call_.inputs.hidden, tokens_), stream_), "round shared inputs");
+    launched(launch_gemm(find(ffn, weights_.shared_gate_up),
+                         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, false), blocks(), stream_),
+             "multiply by the shared gate and up");
+    round_mid(ffn, tokens_, false);
+    launched(launch_gemm(find(ffn, weights_.shared_down),
+                         gemm(ffn, weights_.shared_down, GemmKind::down, false), blocks(), stream_),
+             "multiply by the shared down");
+  }
+
+  cudaError_t combine() {
+    return launch_combine({.tokens = tokens_,
+                           .hidden = spec_.hidden,
+                           .top_k = spec_.top_k,
+                           .slots = b_.routed.out.at(base_),
+                           .position = b_.slot_position.at(base_),
+                           .weights = b_.topk_weights.at(base_),
+                           .shared = spec_.shared.intermediate != 0 ? b_.shared.out.at(base_) : nullptr,
+                           .shared_gate = weights_.shared_gate,
+                           .x = call_.inputs.hidden,
+                           .out = call_.outputs.hidden},
+                          stream_);
+  }
+
+  const MoeCall& call_;
+  const MoeSpec& spec_;
+  const ExpertWeights::State& state_;
+  const DeviceWeights& weights_;
+  const LayerBuffers& b_;
+  std::byte* base_;
+  cudaStream_t stream_;
+  std::int32_t tokens_, slots_;
+  Status status_;
+};
+
+}  // namespace
+
+std::string refuses(const MoeSpec& spec, const PlanOptions& options, const Device& device) {
+  if (const auto info = device_info(device.index); !info) return info.status().message();
+  if (options.precision == Precision::f32) return "it multiplies 16-bit numbers: --precision f32 is for CPUs";
+  if (spec.experts > kMostExperts || spec.top_k > kMostTopK)
+    return fmt::format("it routes to {} of {} experts at most", kMostTopK, kMostExperts);
+  for (const SchemeId id : {spec.scheme, spec.shared.intermediate != 0 ? spec.shared.scheme : spec.scheme}) {
+    if (!can_pack(scheme(id).weight))
+      return fmt::format("groups of {} do not fit its records", scheme(id).name);
+    if (!can_multiply(effective_activation(id, spec, options)))
+      return fmt::format("it cannot multiply the activations of {}", scheme(id).name);
+  }
+  return {};
+}
+
+void layer_workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {
+  LayerBuffers(spec, options, layout);
+}
+
+Status layer(const MoeCall& call) {
+  WorkspaceLayout layout(call.options.debug_workspace);
+  const LayerBuffers buffers(call.spec, call.options, layout);
+  const DeviceGuard guard(call.weights.device.index);
+  return LayerRun(call, buffers).run();
+}
+
+}  // namespace gatefold::cuda

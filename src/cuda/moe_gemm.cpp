@@ -1,0 +1,37 @@
+#include "cuda/moe_gemm.h"
+
+namespace gatefold::cuda {
+
+// One source file each, so that they are compiled side by side.
+GemmKernel find_gemm_16bit(SchemeId scheme, bool wide, InputKind input, bool few);
+GemmKernel find_gemm_8bit(SchemeId scheme, bool wide, InputKind input, bool few);
+GemmKernel find_gemm_int4(SchemeId scheme, bool wide, InputKind input, bool few);
+GemmKernel find_gemm_fp4(SchemeId scheme, bool wide, InputKind input, bool few);
+
+GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, bool few) {
+  for (auto* find : {find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4})
+    if (const GemmKernel kernel = find(scheme, wide, input, few); kernel.function != nullptr) return kernel;
+  return {};
+}
+
+cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int blocks, cudaStream_t stream) {
+  // Once would do; it costs little, and every device needs it.
+  if (const auto error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              kernel.shared_bytes);
+      error != cudaSuccess)
+    return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  void* parameters[] = {const_cast<GemmArgs*>(&args)};
+  return cudaLaunchKernelExC(&config, kernel.function, parameters);
+}
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,13 @@
+#include "cuda/moe_gemm_table.cuh"
+
+namespace gatefold::cuda {
+
+constexpr bool is_16bit(Format value) {
+  return value.bits == 16;
+}
+
+GemmKernel find_gemm_16bit(SchemeId scheme, bool wide, InputKind input, bool few) {
+  return find_among<is_16bit>(scheme, wide, input, few);
+}
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,13 @@
+#include "cuda/moe_gemm_table.cuh"
+
+namespace gatefold::cuda {
+
+constexpr bool is_8bit(Format value) {
+  return value.bits == 8;
+}
+
+GemmKernel find_gemm_8bit(SchemeId scheme, bool wide, InputKind input, bool few) {
+  return find_among<is_8bit>(scheme, wide, input, few);
+}
+
+}  // namespace gatefold::cuda

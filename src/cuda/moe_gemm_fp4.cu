@@ -1,0 +1,13 @@
+#include "cuda/moe_gemm_table.cuh"
+
+namespace gatefold::cuda {
+
+constexpr bool is_fp4(Format value) {
+  return value.bits == 4 && value.is_float();
+}
+
+GemmKernel find_gemm_fp4(SchemeId scheme, bool wide, InputKind input, bool few) {
+  return find_among<is_fp4>(scheme, wide, input, few);
+}
+
+}  // namespace gatefold::cuda

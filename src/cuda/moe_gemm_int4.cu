@@ -1,0 +1,13 @@
+#include "cuda/moe_gemm_table.cuh"
+
+namespace gatefold::cuda {
+
+constexpr bool is_int4(Format value) {
+  return value.bits == 4 && value.is_integer();
+}
+
+GemmKernel find_gemm_int4(SchemeId scheme, bool wide, InputKind input, bool few) {
+  return find_among<is_int4>(scheme, wide, input, few);
+}
+
+}  // namespace gatefold::cuda

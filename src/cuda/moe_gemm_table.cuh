@@ -1,0 +1,64 @@
+#pragma once
+/// \file
+/// Makes the kernels of moe_gemm.cuh that the table of schemes asks for. Schemes with the same weights share
+/// kernels.
+
+#include "cuda/moe_gemm.cuh"
+
+namespace gatefold::cuda {
+
+/// The first scheme of the table with these weights.
+constexpr SchemeId first_with_weights_of(SchemeId id) {
+  for (std::size_t i = 0; i < static_cast<std::size_t>(id); ++i)
+    if (packed_format(operands::table[i].weight) == packed_format(scheme(id).weight))
+      return static_cast<SchemeId>(i);
+  return id;
+}
+
+/// Whether a scheme with these weights has activations whose f32 scales belong to records.
+constexpr bool has_record_scales(SchemeId id) {
+  for (std::size_t i = 0; i < all_schemes().size(); ++i) {
+    const Operand& a = operands::table[i].activation;
+    if (first_with_weights_of(static_cast<SchemeId>(i)) == id && a.group.k != 0 && a.scale == formats::f32)
+      return true;
+  }
+  return false;
+}
+
+template <class S, bool kWide, InputKind kInput, int kTiles>
+GemmKernel gemm_kernel() {
+  using T = GemmTraits<S, kWide, kInput, kTiles>;
+  static_assert(T::shared_bytes <= 232448);
+  return {reinterpret_cast<const void*>(&moe_gemm<T>), T::warps * 32, T::shared_bytes,
+          T::tiles * kTileTokens};
+}
+
+template <class S, bool kWide>
+GemmKernel find_for(InputKind input, bool few) {
+  const auto of = [&]<InputKind kInput>() {
+    return few ? gemm_kernel<S, kWide, kInput, 1>() : gemm_kernel<S, kWide, kInput, 2>();
+  };
+  if (input == InputKind::bf16) return of.template operator()<InputKind::bf16>();
+  if (input == InputKind::f16) return of.template operator()<InputKind::f16>();
+  if constexpr (has_record_scales(S::id)) return of.template operator()<InputKind::bf16_record_scales>();
+  return {};
+}
+
+/// The kernel of a scheme whose values are of the kind that `Which` accepts.
+template <auto Which>
+GemmKernel find_among(SchemeId id, bool wide, InputKind input, bool few) {
+  GemmKernel found;
+  for_each_scheme([&]<class S>() {
+    constexpr Operand w = S::scheme.weight;
+    if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id) {
+      if (S::id != first_with_weights_of(id)) return;
+      if constexpr (may_be_wide(w))
+        found = wide ? find_for<S, true>(input, few) : find_for<S, false>(input, few);
+      else
+        found = find_for<S, false>(input, few);
+    }
+  });
+  return found;
+}
+
+}  // namespace gatefold::cuda

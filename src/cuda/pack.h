@@ -1,0 +1,152 @@
+#pragma once
+/// \file
+/// Packing: matrices in the canonical layout (gatefold/quantize.h) to records (packed.h). The pieces run on
+/// the host and on the device: pack_weights.cu has the kernel.
+
+#include "cuda/packed.h"
+#include "gatefold/quantize.h"
+
+namespace gatefold::cuda {
+
+/// One matrix in the canonical layout, in memory that the packing code can read.
+struct PackSource {
+  const std::byte* values = nullptr;
+  const std::byte* scales = nullptr;
+  const std::byte* zeros = nullptr;
+  Format scale_format;
+  Granularity group;
+  std::int64_t row_bytes = 0, scale_cols = 0, zero_row_bytes = 0;
+  float tensor_scale = 1.0f;
+
+  PackSource() = default;
+  /// The parts lie one after the other from `data` on, each at a multiple of 16 bytes.
+  PackSource(const QuantizedMatrix& matrix, const std::byte* data);
+  static std::size_t bytes(const QuantizedMatrix& matrix);
+};
+/// Copies the parts to where PackSource expects them.
+void stage(const QuantizedMatrix& matrix, std::byte* data);
+
+struct PackJob {
+  PackedShape shape;
+  PackSource sources[2];
+  std::byte* out = nullptr;
+};
+
+/// Row r of a unit: a matrix and its row; valid if the matrix has it.
+struct PackRow {
+  const PackSource& source;
+  std::int64_t row;
+  bool valid;
+};
+GATEFOLD_HD PackRow row_of(const PackJob& job, std::int64_t unit, int r) {
+  const int rows = kUnitRows / job.shape.matrices;
+  const std::int64_t row = unit * rows + r % rows;
+  return {job.sources[r / rows], row, row < job.shape.n};
+}
+
+GATEFOLD_HD std::uint32_t load_bytes(const std::byte* from, std::int64_t count) {
+  std::uint32_t word = 0;
+  for (std::int64_t i = 0; i < 4 && i < count; ++i) word |= static_cast<std::uint32_t>(from[i]) << (8 * i);
+  return word;
+}
+
+/// The code of the scale of (row, column k).
+GATEFOLD_HD std::uint32_t scale_code(const PackSource& s, std::int64_t row, std::int64_t k) {
+  const std::int64_t band = s.group.n == 0 ? 0 : row / s.group.n, col = s.group.k == 0 ? 0 : k / s.group.k;
+  const int bytes = s.scale_format.bits / 8;
+  return load_bytes(s.scales + (band * s.scale_cols + col) * bytes, bytes);
+}
+/// Of the formats that scales are stored in. (nvcc cannot compile with_format for the device.)
+GATEFOLD_HD float scale_value(Format format, std::uint32_t code) {
+  if (format.kind == Kind::exponent) return decode<formats::ue8m0>(code);
+  if (format.kind == Kind::magnitude) return decode<formats::ue4m3>(code);
+  if (format.bits == 32) return std::bit_cast<float>(code);
+  return format.exponent_bits == 8 ? decode<formats::bf16>(code) : decode<formats::f16>(code);
+}
+
+/// Word `index` of a record's values: record bytes 4 * index and on.
+GATEFOLD_HD std::uint32_t value_word(const PackJob& job, std::int64_t unit, std::int64_t record, int index) {
+  const PackedFormat& p = job.shape.format;
+  const int per_row = p.value.bits / 4;                                 // words of 8 codes
+  const int lane = index / 4 % 32, word = index / 128 * 4 + index % 4;  // word: of the lane
+  const int r = lane / 4 + word / per_row % 2 * 8;                      // inverse of word_at
+  const std::int64_t k =
+      record * kRecordColumns + word / (2 * per_row) * 32 + lane % 4 * 8 + word % per_row * 32 / p.value.bits;
+  const PackRow at = row_of(job, unit, r);
+  if (!at.valid || k >= job.shape.k) return pack_word(p.value, 0);
+  if (p.folded && (scale_code(at.source, at.row, k) & 0x7f) == 0) return 0;
+  const std::int64_t byte = k * p.value.bits / 8;
+  return pack_word(p.value, load_bytes(at.source.values + at.row * at.source.row_bytes + byte,
+                                       at.source.row_bytes - byte));
+}
+
+/// Scale and zero point of (row r, group g) of a record.
+GATEFOLD_HD void pack_group(const PackJob& job, std::int64_t unit, std::int64_t record, int r, int g,
+                            std::byte* out) {
+  const PackedFormat& p = job.shape.format;
+  const PackRow at = row_of(job, unit, r);
+  const std::int64_t k = record * kRecordColumns + g * p.group;
+  if (!at.valid || k >= job.shape.k) return;
+  std::uint32_t code = scale_code(at.source, at.row, k);
+  if (p.folded)
+    code = repack_ue4m3(code);
+  else if (p.scale != at.source.scale_format)
+    code = std::bit_cast<std::uint32_t>(scale_value(at.source.scale_format, code));
+  for (int i = 0; i < p.scale.bits / 8; ++i)
+    out[scale_at(p, r, g) + i] = static_cast<std::byte>(code >> (8 * i) & 0xff);
+}
+GATEFOLD_HD std::uint32_t zero_of(const PackJob& job, std::int64_t unit, std::int64_t record, int r, int g) {
+  const PackRow at = row_of(job, unit, r);
+  const std::int64_t k = record * kRecordColumns + g * job.shape.format.group;
+  if (!at.valid || k >= job.shape.k) return 0;
+  const std::int64_t col = k / at.source.group.k;
+  const auto pair = static_cast<std::uint32_t>(
+      at.source.zeros[at.row / at.source.group.n * at.source.zero_row_bytes + col / 2]);
+  return col % 2 == 0 ? pair & 15 : pair >> 4;
+}
+
+/// The values, scales and zero points of a record; `worker` of `workers` does its share. `out` is zeroed.
+GATEFOLD_HD void pack_record(const PackJob& job, std::int64_t unit, std::int64_t record, int worker,
+                             int workers) {
+  const PackedFormat& p = job.shape.format;
+  std::byte* out = job.out + job.shape.record_at(unit, record);
+  for (int i = worker; i < p.value_bytes() / 4; i += workers)
+    reinterpret_cast<std::uint32_t*>(out)[i] = value_word(job, unit, record, i);
+  if (!p.scale.stored()) return;
+  const int step = p.banded ? 8 : 1;
+  for (int i = worker * step; i < kUnitRows * p.groups(); i += workers * step)
+    pack_group(job, unit, record, i % kUnitRows, i / kUnitRows, out);
+  for (int i = worker; p.zeros && i < 8 * p.groups(); i += workers) {
+    const int r = i % 8, g = i / 8;
+    out[zero_at(p, r, g)] =
+        static_cast<std::byte>(zero_of(job, unit, record, r, g) | zero_of(job, unit, record, r + 8, g) << 4);
+  }
+}
+
+/// Whether a worker's share of a row holds no NaN (or Inf, in e5m2): one of them makes all the row's outputs
+/// NaN. Others come through the scales of records.
+GATEFOLD_HD bool finite_share(const PackJob& job, const PackRow& at, int worker, int workers) {
+  const Format value = job.shape.format.value;
+  bool finite = true;
+  for (std::int64_t col = worker; col < at.source.scale_cols; col += workers) {
+    const float scale =
+        scale_value(at.source.scale_format, scale_code(at.source, at.row, col * at.source.group.k));
+    finite &= scale - scale == 0;
+  }
+  if (value.bits != 8 || !value.is_float()) return finite;
+  for (std::int64_t k = worker; k < job.shape.k; k += workers)
+    finite &= (static_cast<std::uint32_t>(at.source.values[at.row * at.source.row_bytes + k]) & 0x7f) <=
+              value.max_code();
+  return finite;
+}
+GATEFOLD_HD float row_scale(const PackRow& at, bool finite) {
+  if (!at.valid) return 0;
+  if (!finite) return std::bit_cast<float>(0x7fc00000u);
+  if (at.source.group.k != 0) return at.source.tensor_scale;
+  return scale_value(at.source.scale_format, scale_code(at.source, at.row, 0));
+}
+
+/// Packs on the host.
+void pack_on_host(const PackJob& job);
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,165 @@
+#pragma once
+/// \file
+/// Weights as records of 16 rows x 128 columns, in the order in which a warp multiplies them: the layout that
+/// all CUDA kernels read. A record is one contiguous piece of memory:
+///   values  16, 32 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes])
+///   scales  [8 rows][groups][row, row + 8]; two f32 where a group has 8 rows or more (rows 0-7, rows 8-15)
+///   zeros   [8 rows][groups] bytes: row in the low nibble, row + 8 in the high one
+/// padded to 16 bytes. Lane 4 r + q holds rows r and r + 8, and of each 32 columns the 8 that begin at 8 q:
+/// that is an A fragment of two m16n8k16 multiplies whose k indices are permuted, the same for both operands,
+/// so that 8 columns are neighbours in memory.
+///
+/// A matrix [n, k] is [16] f32 a unit of 16 rows (a channel's, tensor's or second-level scale; NaN for rows
+/// that hold a NaN), where the format has such scales, and then its records, [pair of units][column of
+/// records][unit of the pair]: a warp multiplies both units by the activations that it has loaded. Two
+/// matrices that are multiplied by the same inputs, gate and up, share units: rows 0-7 of one, rows 8-15 of
+/// the other. Rows and columns that the matrices lack are 0.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gatefold/codec.h"
+#include "gatefold/scheme.h"
+
+namespace gatefold::cuda {
+
+inline constexpr int kPackedVersion = 1;
+inline constexpr int kUnitRows = 16;
+inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
+inline constexpr int kRecordColumns = 128;
+inline constexpr int kLineBytes = 512;
+
+/// How a weight operand is packed. Structural: a template argument.
+struct PackedFormat {
+  Format value;
+  Format scale;         ///< of the groups in a record; none: one scale a row, or none at all
+  int group = 128;      ///< columns of a group in a record
+  bool banded = false;  ///< a group has 8 rows or more
+  bool zeros = false;
+  bool row_scale = false;
+  /// Group scales are multiplied into the values, which is exact in 16 bits; else into the sums of groups.
+  bool folded = false;
+  friend constexpr bool operator==(const PackedFormat&, const PackedFormat&) = default;
+
+  constexpr int groups() const { return kRecordColumns / group; }
+  constexpr int value_bytes() const { return kUnitRows * kRecordColumns * value.bits / 8; }
+  constexpr int scale_bytes() const {
+    return !scale.stored() ? 0 : banded ? 2 * 4 : kUnitRows * groups() * scale.bits / 8;
+  }
+  constexpr int zeros_at() const { return value_bytes() + scale_bytes(); }
+  constexpr int record_bytes() const { return (zeros_at() + (zeros ? 8 * groups() : 0) + 15) / 16 * 16; }
+};
+
+/// Whether a product of codes fits the 8 bits of bf16's significand (and f16's).
+constexpr bool folds(const Operand& w) {
+  return w.value == formats::e2m1 && w.scale == formats::ue4m3;
+}
+
+/// Whether the records can hold an operand: groups have 128 columns, or a part or a multiple of that.
+constexpr bool can_pack(const Operand& w) {
+  if (!w.quantized() || w.group.k == 0) return true;
+  const bool group = kRecordColumns % w.group.k == 0 || w.group.k % kRecordColumns == 0;
+  return group && (w.group.n == 1 || (w.group.n % 8 == 0 && w.group.k % kRecordColumns == 0)) &&
+         (w.group.k >= 32 || (w.group.k == 16 && folds(w)));
+}
+
+/// Whether a checkpoint may hold other scales than the scheme's: 16-bit ones, which are then packed as f32.
+constexpr bool may_be_wide(const Operand& w) {
+  return w.group.k != 0 && w.group.n == 1 && w.scale.bits == 16;
+}
+
+/// `wide`: the checkpoint does.
+constexpr PackedFormat packed_format(const Operand& w, bool wide = false) {
+  PackedFormat p;
+  p.value = w.value;
+  if (!w.quantized()) return p;
+  // Row scales also carry NaN: no code of a record has to.
+  p.row_scale =
+      w.group.k == 0 || w.tensor_scale.stored() || w.value == formats::e4m3 || w.value == formats::e5m2;
+  if (w.group.k == 0) return p;
+  p.group = w.group.k < kRecordColumns ? w.group.k : kRecordColumns;
+  p.banded = w.group.n != 1;
+  p.scale = (wide && may_be_wide(w)) || p.banded ? formats::f32 : w.scale;
+  p.zeros = w.zero_point.stored();
+  p.folded = folds(w);
+  return p;
+}
+
+/// Sizes of `matrices` (1 or 2) [n, k] matrices that share units.
+struct PackedShape {
+  PackedFormat format;
+  int matrices = 1;
+  std::int64_t n = 0, k = 0;
+  std::int64_t units = 0, records = 0;  ///< units: whole pairs; records of a unit
+
+  constexpr PackedShape(const PackedFormat& f, std::int64_t rows, std::int64_t columns, int count)
+      : format(f),
+        matrices(count),
+        n(rows),
+        k(columns),
+        units((rows + kGroupUnits * kUnitRows / count - 1) / (kGroupUnits * kUnitRows / count) * kGroupUnits),
+        records((columns + kRecordColumns - 1) / kRecordColumns) {}
+  constexpr std::int64_t records_at() const {
+    return format.row_scale ? units * kUnitRows * static_cast<std::int64_t>(sizeof(float)) : 0;
+  }
+  constexpr std::int64_t record_at(std::int64_t unit, std::int64_t record) const {
+    return records_at() + ((unit / kGroupUnits * records + record) * kGroupUnits + unit % kGroupUnits) *
+                              format.record_bytes();
+  }
+  constexpr std::int64_t bytes() const { return records_at() + units * records * format.record_bytes(); }
+};
+
+/// Where bit b of code i lies in the 32-bit word that holds codes 0, 1, ... of one row, neighbours in k.
+/// Codes 0, 2, ... are in the low half, 1, 3, ... in the high half, so that masks give pairs of 16-bit
+/// numbers.
+constexpr int code_bit(Format value, int i, int b) {
+  if (value.bits == 16) return 16 * i + b;
+  if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
+  if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
+  // e2m1: sign, exponent and mantissa where bf16 has them, but for a shift of 0, 3 or 6; the fourth pair
+  // takes the bits that are left.
+  constexpr int at[4][4] = {{6, 7, 8, 15}, {3, 4, 5, 12}, {0, 1, 2, 9}, {13, 10, 11, 14}};
+  return 16 * (i % 2) + at[i / 2][b];
+}
+
+/// What is added to signed codes, so that they count from 0.
+constexpr std::uint32_t code_offset(Format value) {
+  return value.kind == Kind::integer ? 1u << (value.bits - 1) : 0;
+}
+
+/// Four bytes of a row in the canonical layout to a packed word.
+GATEFOLD_HD constexpr std::uint32_t pack_word(Format value, std::uint32_t codes) {
+  std::uint32_t word = 0;
+  for (int i = 0; i < 32 / value.bits; ++i) {
+    const std::uint32_t code = (codes >> (i * value.bits)) ^ code_offset(value);
+    for (int b = 0; b < value.bits; ++b) word |= (code >> b & 1) << code_bit(value, i, b);
+  }
+  return word;
+}
+
+/// Where the word with codes of row r (of 16) from column k (of 128) on begins in a record. Bytes.
+constexpr int word_at(Format value, int r, int k) {
+  const int lane = r % 8 * 4 + k % 32 / 8;
+  const int per_row = value.bits / 4;  // words of 8 codes
+  const int word = k / 32 * 2 * per_row + r / 8 * per_row + k % 8 * value.bits / 32;
+  return word / 4 * kLineBytes + lane * 16 + word % 4 * 4;
+}
+
+/// Where the scale of row r and group g begins. Bytes.
+constexpr int scale_at(const PackedFormat& p, int r, int g) {
+  if (p.banded) return p.value_bytes() + r / 8 * 4;
+  return p.value_bytes() + ((r % 8 * p.groups() + g) * 2 + r / 8) * p.scale.bits / 8;
+}
+
+/// The byte with the zero point of row r and group g; it is in the low nibble for rows 0-7.
+constexpr int zero_at(const PackedFormat& p, int r, int g) {
+  return p.zeros_at() + r % 8 * p.groups() + g;
+}
+
+/// ue4m3 as packed: 5 bits of exponent and 3 of mantissa, without subnormals. 0 stays 0.
+GATEFOLD_HD constexpr std::uint32_t repack_ue4m3(std::uint32_t code) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(decode<formats::ue4m3>(code));
+  return (code & 0x7f) == 0 ? 0 : ((bits >> 20) - ((127 - 18) << 3)) & 0xff;
+}
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,80 @@
+#pragma once
+/// \file
+/// Instructions that CUDA C++ has no name for. PTX ISA 9.0.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/decode.h"
+
+namespace gatefold::cuda {
+
+/// d += a * b: m16n8k16, f32 sums. a: rows lane / 4 and + 8, k pairs lane % 4 and + 4 (two registers each,
+/// rows first); b: column lane / 4, the same k pairs; d: those rows, columns 2 (lane % 4) and + 1.
+template <Format M>
+__device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], Pair b0, Pair b1) {
+  if constexpr (M == formats::bf16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+/// A barrier in shared memory that counts bytes: one arrival a phase.
+__device__ __forceinline__ void init_barrier(std::uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+/// Makes this thread's initialized barriers visible to copies.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+/// The phase ends when so many bytes have been copied.
+__device__ __forceinline__ void expect_bytes(std::uint64_t* barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+/// Waits until the phase with this parity (0, 1, 0, ...) has ended.
+__device__ __forceinline__ void wait_barrier(std::uint64_t* barrier, std::uint32_t parity) {
+  std::uint32_t done = 0;
+  while (done == 0)
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+}
+/// Bytes, a multiple of 16, from global to shared memory, counted by a barrier. For one thread.
+__device__ __forceinline__ void copy_bulk(void* shared, const void* global, std::uint32_t bytes,
+                                          std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// Programmatic dependent launch: waits until the kernels before this one are done and their writes visible.
+/// Every thread block must, before it ends.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+/// The next kernel may start, as far as there is room, up to its own wait.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,339 @@
+#include "cuda/routing.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda/topk.cuh"
+
+namespace gatefold::cuda {
+namespace {
+
+/// Up to this many tokens are routed and sorted by one launch: a cluster of blocks of which the first one
+/// sorts. More are routed by blocks of kBlockTokens, each of which counts its slots; a second launch adds up
+/// the counts, and a third one gives the slots their positions.
+constexpr int kClusterTokens = 128;
+constexpr int kClusterBlocks = 8;
+constexpr int kBlockTokens = 64;
+constexpr int kThreads = 512;
+
+__device__ __forceinline__ int tokens_of(const RouteArgs& args) {
+  return args.token_count != nullptr ? min(*args.token_count, args.tokens) : args.tokens;
+}
+
+extern __shared__ std::int32_t shared_words[];  ///< [E] offsets, then [warps, E] counts or, before, scratch
+
+/// Ids and weights of tokens first, first + step, ... before end, by this warp. The ids also go to `copy`
+/// [end, top_k].
+template <int kPerLane>
+__device__ void route_tokens(const RouteArgs& args, int first, int end, int step, std::int32_t* copy) {
+  float* scratch = reinterpret_cast<float*>(shared_words) + (1 + warp()) * args.experts;
+  for (int token = first; token < end; token += step) {
+    const int slot = token * args.top_k + lane();
+    int id = 0;
+    float weight = 0;
+    if (args.logits != nullptr) {
+      TokenExperts<kPerLane> experts(args, token);
+      if (args.routing.groups > 1) experts.exclude_groups(scratch);
+      experts.choose(args.top_k, id, weight);
+    } else if (lane() < args.top_k) {
+      id = args.given_ids[slot];
+      weight = args.given_weights[slot];
+    }
+    if (lane() < args.top_k) {
+      args.out.topk_ids[slot] = id;
+      args.out.topk_weights[slot] = weight;
+      if (copy != nullptr) copy[slot] = id;
+    }
+  }
+}
+
+/// Part of a stable counting sort of slots by expert, by one block: slots [begin, end). Each warp has a run
+/// of them; within 32 slots, lanes of one expert find each other by a vote.
+class SlotSort {
+ public:
+  __device__ SlotSort(const RouteArgs& args, const std::int32_t* ids, int begin, int end)
+      : args_(args), ids_(ids), begin_(begin), end_(end) {
+    const int groups = (end - begin + 31) / 32;  // of 32 slots
+    const int each = groups <= warps() ? 1 : (groups + warps() - 1) / warps();
+    per_warp_ = 32 * each;
+    used_ = each == 1 ? groups : (groups + each - 1) / each;
+  }
+
+  /// Counts become the number of slots by warp and expert. Ends with a barrier.
+  __device__ void count() {
+    for (int i = static_cast<int>(threadIdx.x); i < used_ * args_.experts; i += static_cast<int>(blockDim.x))
+      counts()[i] = 0;
+    __syncthreads();
+    for_each_slot([](int, int, int) {});
+    __syncthreads();
+  }
+
+  /// Counts of expert e become the slots in earlier warps; returns the slots of all. For one thread.
+  __device__ int add_up(int e) {
+    int sum = 0;
+    for (int w = 0; w < used_; ++w) {
+      const int count = counts()[w * args_.experts + e];
+      counts()[w * args_.experts + e] = sum;
+      sum += count;
+    }
+    return sum;
+  }
+
+  /// The positions of all slots; offsets [E] is where the first of each expert goes. After a barrier.
+  __device__ void place(const std::int32_t* offsets) {
+    const std::int32_t* before_warp = counts() + warp() * args_.experts;
+    for_each_slot([&](int slot, int expert, int before) {
+      const int position = expert >= 0 ? offsets[expert] + before_warp[expert] + before : -1;
+      args_.out.slot_position[slot] = position;
+      if (position >= 0) args_.out.sorted_slots[position] = slot;
+    });
+  }
+
+ private:
+  __device__ std::int32_t* counts() const { return shared_words + args_.experts; }
+
+  /// Calls visit(slot, expert or -1, slots of the same expert before it among the 32), then counts them.
+  template <class Visit>
+  __device__ void for_each_slot(Visit&& visit) {
+    const int begin = begin_ + warp() * per_warp_, end = min(end_, begin + per_warp_);
+    const auto load = [&](int slot) { return slot < end ? ids_[slot] : -1; };
+    std::int32_t* mine = counts() + warp() * args_.experts;
+    int id = load(begin + lane());
+    for (int first = begin; first < end; first += 32) {
+      const int slot = first + lane();
+      const int next = load(slot + 32);
+      const int expert = id >= args_.first_expert && id < args_.end_expert ? id : -1;
+      const unsigned alike = __match_any_sync(kAllLanes, expert);
+      const int before = __popc(alike & ((1u << lane()) - 1));
+      if (slot < end) visit(slot, expert, before);
+      __syncwarp();
+      if (expert >= 0 && before == 0) mine[expert] += __popc(alike);
+      __syncwarp();
+      id = next;
+    }
+  }
+
+  const RouteArgs& args_;
+  const std::int32_t* ids_;  // [slots]
+  int begin_, end_, per_warp_, used_;
+};
+
+/// Where each expert begins, and which are active, from slots_of(e); by one block, ends with a barrier. Warps
+/// take chunks of 32 experts; a chunk begins after the sum of those before it.
+template <class SlotsOf>
+__device__ void offset_experts(const RouteArgs& args, SlotsOf&& slots_of) {
+  __shared__ int chunk_slots[kMostExperts / 32], chunk_active[kMostExperts / 32];
+  std::int32_t* offsets = shared_words;
+  const int experts = args.experts, chunks = (experts + 31) / 32;
+  for (int chunk = warp(); chunk < chunks; chunk += warps()) {
+    const int e = chunk * 32 + lane();
+    const int count = e < experts ? slots_of(e) : 0;
+    if (e < experts) offsets[e] = count;
+    const int sum = __reduce_add_sync(kAllLanes, count);
+    const int active = __popc(__ballot_sync(kAllLanes, count > 0));
+    if (lane() == 0) chunk_slots[chunk] = sum, chunk_active[chunk] = active;
+  }
+  __syncthreads();
+  const auto sum_chunks = [&](const int* values, int end) {
+    return __reduce_add_sync(kAllLanes, lane() < end ? values[lane()] : 0);
+  };
+  const int total_active = sum_chunks(chunk_active, chunks);
+  for (int chunk = warp(); chunk < chunks; chunk += warps()) {
+    const int e = chunk * 32 + lane();
+    const int count = e < experts ? offsets[e] : 0;
+    int sum = count;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int below = __shfl_up_sync(kAllLanes, sum, distance);
+      if (lane() >= distance) sum += below;
+    }
+    const unsigned active = __ballot_sync(kAllLanes, count > 0);
+    const int offset = sum_chunks(chunk_slots, chunk) + sum - count;
+    const int rank = sum_chunks(chunk_active, chunk) + __popc(active & ((1u << lane()) - 1));
+    if (e < experts) {
+      offsets[e] = args.out.expert_offsets[e] = offset;
+      if (count > 0) args.out.active_experts[rank] = e;
+      if (e >= total_active) args.out.active_experts[e] = -1;
+    }
+  }
+  if (warp() == 0) {
+    args.out.expert_offsets[experts] = sum_chunks(chunk_slots, chunks);
+    *args.out.active_count = total_active;
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+}
+
+/// One cluster. Ids are kept in the shared memory of its first block, which sorts.
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args) {
+  std::int32_t* ids = shared_words + (1 + warps()) * args.experts;
+  const int tokens = tokens_of(args), first = static_cast<int>(blockIdx.x) * warps() + warp();
+  if (gridDim.x > 1) cluster_barrier();  // the first block must run before others write to it
+  route_tokens<kPerLane>(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
+                         static_cast<std::int32_t*>(__cluster_map_shared_rank(ids, 0)));
+  gridDim.x > 1 ? cluster_barrier() : __syncthreads();
+  if (blockIdx.x != 0) return;
+  SlotSort sort(args, ids, 0, tokens * args.top_k);
+  sort.count();
+  offset_experts(args, [&](int e) { return sort.add_up(e); });
+  sort.place(shared_words);
+}
+
+/// Slots of block b: those of its tokens.
+__device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int block) {
+  const int tokens = tokens_of(args);
+  return {args, args.out.topk_ids, min(tokens, block * kBlockTokens) * args.top_k,
+          min(tokens, (block + 1) * kBlockTokens) * args.top_k};
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads, 1) route_and_count(const RouteArgs args) {
+  const int block = static_cast<int>(blockIdx.x), begin = block * kBlockTokens;
+  route_tokens<kPerLane>(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
+  __syncthreads();
+  SlotSort sort = sort_of_block(args, block);
+  sort.count();
+  for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x))
+    args.block_counts[block * args.experts + e] = sort.add_up(e);
+}
+
+/// block_counts [blocks, E] become the position of the first slot of a block and expert, less the expert's
+/// own.
+__global__ void __launch_bounds__(1024) add_up_blocks(const RouteArgs args, int blocks) {
+  offset_experts(args, [&](int e) {
+    int sum = 0;
+#pragma unroll 8
+    for (int block = 0; block < blocks; ++block) {
+      const int count = args.block_counts[block * args.experts + e];
+      args.block_counts[block * args.experts + e] = sum;
+      sum += count;
+    }
+    return sum;
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) place_slots(const RouteArgs args) {
+  const int block = static_cast<int>(blockIdx.x);
+  SlotSort sort = sort_of_block(args, block);
+  sort.count();
+  for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x)) {
+    sort.add_up(e);
+    shared_words[e] = args.out.expert_offsets[e] + args.block_counts[block * args.experts + e];
+  }
+  __syncthreads();
+  sort.place(shared_words);
+}
+
+struct Grid {
+  int blocks, threads, cluster;
+};
+
+/// A kernel with E words of shared memory for the block, E for each warp, and `more`.
+template <class... Params>
+cudaError_t launch(void (*kernel)(Params...), Grid grid, int experts, int more, cudaStream_t stream,
+                   Params... params) {
+  const std::size_t words = static_cast<std::size_t>(1 + grid.threads / 32) * experts + more;
+  const std::size_t bytes = words * sizeof(std::int32_t);
+  if (bytes > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = grid.cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+template <int kPerLane>
+cudaError_t launch_for(const RouteArgs& args, cudaStream_t stream) {
+  if (args.tokens <= kClusterTokens) {
+    const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
+    const int threads = 32 * std::clamp(args.tokens / blocks, 8, kThreads / 32);
+    return launch(route_and_sort<kPerLane>, {blocks, threads, blocks}, args.experts, args.tokens * args.top_k,
+                  stream, args);
+  }
+  const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
+  cudaError_t error = launch(route_and_count<kPerLane>, {blocks, kThreads, 1}, args.experts, 0, stream, args);
+  if (error == cudaSuccess)
+    error = launch(add_up_blocks, {1, 1024, 1}, args.experts, 0, stream, args, blocks);
+  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads, 1}, args.experts, 0, stream, args);
+  return error;
+}
+
+/// One warp: expert blockIdx.x * 8 + warp, tokens blockIdx.y * kTokens and on.
+constexpr int kTokens = 8;
+
+template <class Hidden>
+__global__ void __launch_bounds__(256) multiply_router(const RouterArgs args) {
+  const int expert = static_cast<int>(blockIdx.x) * warps() + warp();
+  if (expert >= args.experts) return;
+  const int first = static_cast<int>(blockIdx.y) * kTokens;
+  const int count = min(kTokens, args.tokens - first);
+  const auto* hidden =
+      static_cast<const Hidden*>(args.hidden) + static_cast<std::int64_t>(first) * args.hidden_size;
+  const float* router = args.router + static_cast<std::int64_t>(expert) * args.hidden_size;
+  float sums[kTokens] = {};
+  for (int h = lane(); h < args.hidden_size; h += 32) {
+    const float weight = router[h];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t)
+      if (t < count)
+        sums[t] = fmaf(static_cast<float>(hidden[static_cast<std::int64_t>(t) * args.hidden_size + h]),
+                       weight, sums[t]);
+  }
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    for (int distance = 16; distance > 0; distance /= 2)
+      sums[t] += __shfl_xor_sync(kAllLanes, sums[t], distance);
+    if (lane() == 0 && t < count)
+      args.logits[static_cast<std::int64_t>(first + t) * args.experts + expert] =
+          sums[t] + (args.bias != nullptr ? args.bias[expert] : 0.0f);
+  }
+}
+
+}  // namespace
+
+std::size_t route_scratch_words(int tokens, int experts) {
+  return tokens <= kClusterTokens
+             ? 0
+             : static_cast<std::size_t>((tokens + kBlockTokens - 1) / kBlockTokens) * experts;
+}
+
+cudaError_t launch_route(RouteArgs args, cudaStream_t stream) {
+  args.group_size = args.experts / args.routing.groups;
+  while (args.routing.groups << (args.group_lanes_log2 + 1) <= 32) ++args.group_lanes_log2;
+  if (args.experts <= 32) return launch_for<1>(args, stream);
+  if (args.experts <= 64) return launch_for<2>(args, stream);
+  if (args.experts <= 128) return launch_for<4>(args, stream);
+  if (args.experts <= 256) return launch_for<8>(args, stream);
+  if (args.experts <= 512) return launch_for<16>(args, stream);
+  return launch_for<32>(args, stream);
+}
+
+cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream) {
+  const dim3 blocks(static_cast<unsigned>((args.experts + 7) / 8),
+                    static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens));
+  if (args.dtype == DType::f32)
+    multiply_router<float><<<blocks, 256, 0, stream>>>(args);
+  else if (args.dtype == DType::f16)
+    multiply_router<__half><<<blocks, 256, 0, stream>>>(args);
+  else
+    multiply_router<__nv_bfloat16><<<blocks, 256, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace gatefold::cuda

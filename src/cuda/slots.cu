@@ -1,0 +1,129 @@
+#include "cuda/launch.cuh"
+#include "cuda/slots.h"
+
+namespace gatefold::cuda {
+namespace {
+
+/// Sums over the threads before this one.
+template <int kThreads>
+__device__ int exclusive_sum(int value, int* total) {
+  __shared__ int warps[kThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += before;
+  }
+  if (lane == 31) warps[warp] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    before += w < warp ? warps[w] : 0;
+    all += warps[w];
+  }
+  __syncthreads();
+  *total = all;
+  return before + sum - value;
+}
+
+constexpr int kItemThreads = 256;
+
+__global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int active = *args.active_count;
+  int count = 0;
+  for (int begin = 0; begin < active; begin += kItemThreads) {
+    const int i = begin + threadIdx.x;
+    const int expert = i < active ? args.active_experts[i] : 0;
+    const int first = args.expert_offsets[expert], last = args.expert_offsets[expert + 1];
+    int all = 0, at = count + exclusive_sum<kItemThreads>(
+                                  i < active ? (last - first + args.tokens - 1) / args.tokens : 0, &all);
+    for (int token = first; i < active && token < last; token += args.tokens)
+      args.items[at++] = {expert, token, min(args.tokens, last - token), 0};
+    count += all;
+  }
+  if (threadIdx.x == 0) *args.item_count = count;
+  if (args.shared_items == nullptr) return;
+  const int shared = (args.all_tokens + args.shared_tokens - 1) / args.shared_tokens;
+  for (int i = threadIdx.x; i < shared; i += kItemThreads) {
+    const int first = i * args.shared_tokens;
+    args.shared_items[i] = {0, first, min(args.shared_tokens, args.all_tokens - first), 0};
+  }
+  if (threadIdx.x == 0) *args.shared_item_count = shared;
+}
+
+constexpr int kCombineThreads = 128;
+constexpr int kPerThread = 4;
+
+__device__ float load(const MatrixView& x, std::int64_t at) {
+  if (x.dtype == DType::f32) return static_cast<const float*>(x.data)[at];
+  const std::uint16_t code = static_cast<const std::uint16_t*>(x.data)[at];
+  return x.dtype == DType::bf16 ? decode<formats::bf16>(code) : decode<formats::f16>(code);
+}
+__device__ void store(const MutableMatrixView& out, std::int64_t at, float value) {
+  if (out.dtype == DType::f32)
+    static_cast<float*>(out.data)[at] = value;
+  else
+    static_cast<std::uint16_t*>(out.data)[at] = static_cast<std::uint16_t>(
+        out.dtype == DType::bf16 ? encode<formats::bf16>(value) : encode<formats::f16>(value));
+}
+
+/// The sum over the block, the same for all threads.
+__device__ float block_sum(float value) {
+  __shared__ float warps[kCombineThreads / 32];
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0;
+  for (const float warp : warps) sum += warp;
+  __syncthreads();
+  return sum;
+}
+
+__device__ float shared_weight(const CombineArgs& args, int token) {
+  if (args.shared_gate == nullptr) return 1.0f;
+  float dot = 0;
+  for (int h = threadIdx.x; h < args.hidden; h += kCombineThreads)
+    dot = fmaf(load(args.x, static_cast<std::int64_t>(token) * args.hidden + h), args.shared_gate[h], dot);
+  return 1.0f / (1.0f + expf(-block_sum(dot)));
+}
+
+/// Block (i, t): a piece of token t.
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  for (int token = blockIdx.y; token < args.tokens; token += gridDim.y) {
+    const float share = args.shared == nullptr ? 0.0f : shared_weight(args, token);
+    const int h = (blockIdx.x * kCombineThreads + threadIdx.x) * kPerThread;
+    if (h >= args.hidden) continue;
+    const int count = min(kPerThread, args.hidden - h);
+    float sums[kPerThread] = {};
+    for (int k = 0; k < args.top_k; ++k) {
+      const int slot = token * args.top_k + k, position = args.position[slot];
+      if (position < 0) continue;
+      const float weight = args.weights[slot];
+      const float* x = args.slots + static_cast<std::int64_t>(position) * args.hidden + h;
+      for (int i = 0; i < count; ++i) sums[i] = fmaf(weight, x[i], sums[i]);
+    }
+    const std::int64_t at = static_cast<std::int64_t>(token) * args.hidden + h;
+    for (int i = 0; i < count; ++i) {
+      if (args.shared != nullptr) sums[i] = fmaf(share, args.shared[at + i], sums[i]);
+      store(args.out, at + i, sums[i]);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream) {
+  return launch_dependent(items_kernel, 1, kItemThreads, 0, stream, args);
+}
+
+cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream) {
+  constexpr int piece = kCombineThreads * kPerThread;
+  const dim3 blocks((args.hidden + piece - 1) / piece, args.tokens < 65535 ? args.tokens : 65535);
+  return launch_dependent(combine_kernel, blocks, kCombineThreads, 0, stream, args);
+}
+
+}  // namespace gatefold::cuda

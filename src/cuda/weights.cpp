@@ -1,0 +1,160 @@
+#include "cuda/weights.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace gatefold::cuda {
+
+bool is_wide(SchemeId id, Format scale_format) {
+  const Operand& w = scheme(id).weight;
+  return may_be_wide(w) && scale_format != w.scale;
+}
+
+DeviceWeights::Staging::~Staging() {
+  if (packed != nullptr) cudaEventDestroy(packed);
+}
+
+/// Waits until the buffers are free, and sees that they are large enough.
+Status DeviceWeights::Staging::reserve(std::size_t bytes, int device_index) {
+  if (packed == nullptr)
+    if (Status status = check(cudaEventCreateWithFlags(&packed, cudaEventDisableTiming), "create an event");
+        !status.ok())
+      return status;
+  if (Status status = check(cudaEventSynchronize(packed), "pack weights"); !status.ok()) return status;
+  if (host.bytes() >= bytes) return {};
+  Result<Memory> pinned = Memory::allocate(bytes, "weights to be packed", device_index, Place::pinned);
+  if (!pinned) return pinned.status();
+  host = std::move(*pinned);
+  Result<Memory> staged = Memory::allocate(bytes, "weights to be packed", device_index);
+  if (!staged) return staged.status();
+  device = std::move(*staged);
+  return {};
+}
+
+Result<std::unique_ptr<WeightMemory>> DeviceWeights::allocate(std::size_t bytes, const Device& device) {
+  Result<DeviceInfo> info = device_info(device.index);
+  if (!info) return info.status();
+  Result<Memory> memory = Memory::allocate(bytes, "packed weights", device.index);
+  if (!memory) return memory.status();
+  std::unique_ptr<DeviceWeights> weights(new DeviceWeights);
+  weights->device_ = *info;
+  weights->memory_ = std::move(*memory);
+  const DeviceGuard guard(device.index);
+  if (Status status = cuda::fill(weights->memory_.data(), 0, bytes); !status.ok()) return status;
+  return std::unique_ptr<WeightMemory>(std::move(weights));
+}
+
+Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) {
+  const DeviceGuard guard(device_.index);
+  Staging& staging = staging_[next_];
+  next_ = 1 - next_;
+  std::size_t bytes = 0;
+  bool wide = false;
+  for (int i = 0; i < count; ++i) {
+    bytes += PackSource::bytes(matrices[i]);
+    wide |= is_wide(matrices[i].scheme, matrices[i].scale_format);
+    const Format scale = scheme(matrices[i].scheme).weight.scale;
+    if (scale.bits == 8 && matrices[i].scale_format != scale)
+      return {Code::unsupported, fmt::format("scales of {} are {}, not {}", scheme(matrices[i].scheme).name,
+                                             name(matrices[i].scale_format), name(scale))};
+  }
+  if (Status status = staging.reserve(bytes, device_.index); !status.ok()) return status;
+
+  const QuantizedMatrix& first = matrices[0];
+  PackJob job{
+      {packed_format(scheme(first.scheme).weight, wide), first.n, first.k, count}, {}, memory_.data() + at};
+  std::size_t offset = 0;
+  for (int i = 0; i < count; ++i) {
+    stage(matrices[i], staging.host.data() + offset);
+    job.sources[i] = {matrices[i], staging.device.data() + offset};
+    offset += PackSource::bytes(matrices[i]);
+    packed[i].data = job.out;
+    if (wide) packed[i].scale_format = formats::f32;
+  }
+  if (Status status = cuda::copy(staging.device.data(), staging.host.data(), bytes); !status.ok())
+    return status;
+  if (Status status = check(launch_pack(job, nullptr), "launch the packing of weights"); !status.ok())
+    return status;
+  return check(cudaEventRecord(staging.packed), "record an event");
+}
+
+Status DeviceWeights::finish(const ExpertWeights::State& state) {
+  const DeviceGuard guard(device_.index);
+  if (Status status = find_matrices(state); !status.ok()) return status;
+  if (Status status = copy_vectors(state); !status.ok()) return status;
+  if (Status status = synchronize(); !status.ok()) return status;
+  for (Staging& staging : staging_) {
+    staging.host = Memory();
+    staging.device = Memory();
+  }
+  return {};
+}
+
+/// The matrices of all experts must be packed alike: kernels find an expert by its number.
+Status DeviceWeights::find_matrices(const ExpertWeights::State& state) {
+  const auto matrices = [](const PackedMatrix& m) {
+    return DeviceMatrices{m.data, 0, is_wide(m.scheme, m.scale_format)};
+  };
+  const auto find = [&](PackedMatrix Ffn::*matrix, DeviceMatrices& found) -> Status {
+    found = matrices(state.routed[0].*matrix);
+    if (state.routed.size() > 1) found.expert_stride = (state.routed[1].*matrix).data - found.data;
+    for (std::size_t e = 0; e < state.routed.size(); ++e) {
+      const PackedMatrix& m = state.routed[e].*matrix;
+      if (is_wide(m.scheme, m.scale_format) != found.wide ||
+          m.data != found.data + static_cast<std::int64_t>(e) * found.expert_stride)
+        return {Code::unsupported,
+                fmt::format("expert {} stores its scales as {}, expert 0 as {}", e, name(m.scale_format),
+                            name((state.routed[0].*matrix).scale_format))};
+    }
+    return {};
+  };
+  if (Status status = find(&Ffn::gate, gate_up); !status.ok()) return status;
+  if (Status status = find(&Ffn::down, down); !status.ok()) return status;
+  if (state.spec.shared.intermediate != 0) {
+    shared_gate_up = matrices(state.shared.gate);
+    shared_down = matrices(state.shared.down);
+  }
+  return {};
+}
+
+Status DeviceWeights::copy_vectors(const ExpertWeights::State& state) {
+  const LayerVectors& v = state.vectors;
+  const std::pair<const std::vector<float>*, const float**> floats[] = {
+      {&v.router, &router},           {&v.router_bias, &router_bias}, {&v.correction_bias, &correction_bias},
+      {&v.shared_gate, &shared_gate}, {&v.gate_bias, &gate_bias},     {&v.up_bias, &up_bias},
+      {&v.down_bias, &down_bias},
+  };
+  const auto padded = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
+  std::vector<TensorScale> scales[2];
+  for (const Ffn& ffn : state.routed) {
+    if (!state.static_input_scales) break;
+    scales[0].push_back(*ffn.gate.input_scale);
+    scales[1].push_back(*ffn.down.input_scale);
+  }
+  std::size_t bytes = 2 * padded(scales[0].size() * sizeof(TensorScale));
+  for (const auto& [values, _] : floats) bytes += padded(values->size() * sizeof(float));
+  Result<Memory> memory = Memory::allocate(bytes, "router and biases", device_.index);
+  if (!memory) return memory.status();
+  vectors_ = std::move(*memory);
+
+  std::byte* to = vectors_.data();
+  const auto put = [&](const auto& values, auto** where) -> Status {
+    if (values.empty()) return {};
+    const std::size_t size = values.size() * sizeof(values[0]);
+    *where = reinterpret_cast<decltype(values.data())>(to);
+    Status status = cuda::copy(to, values.data(), size);
+    to += padded(size);
+    return status;
+  };
+  for (const auto& [values, where] : floats)
+    if (Status status = put(*values, where); !status.ok()) return status;
+  if (Status status = put(scales[0], &input_scales); !status.ok()) return status;
+  return put(scales[1], &mid_scales);
+}
+
+std::string DeviceWeights::describe() const {
+  return fmt::format("on device {} ({})", device_.index, device_.name);
+}
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,61 @@
+#pragma once
+/// \file
+/// A layer's packed weights in device memory, with what else the layer's kernels read.
+
+#include "cuda/device.h"
+#include "cuda/pack.h"
+#include "moe/kernel.h"
+
+namespace gatefold::cuda {
+
+cudaError_t launch_pack(const PackJob& job, cudaStream_t stream);
+
+/// Whether a matrix has wider group scales than its scheme: then they are packed as f32.
+bool is_wide(SchemeId scheme, Format scale_format);
+
+/// The matrices that one multiply reads.
+struct DeviceMatrices {
+  const std::byte* data = nullptr;  ///< of expert 0
+  std::int64_t expert_stride = 0;   ///< bytes
+  bool wide = false;
+};
+
+class DeviceWeights final : public WeightMemory {
+ public:
+  static Result<std::unique_ptr<WeightMemory>> allocate(std::size_t bytes, const Device& device);
+  static const DeviceWeights& of(const ExpertWeights::State& state) {
+    return static_cast<const DeviceWeights&>(*state.memory);
+  }
+
+  std::size_t bytes() const override { return memory_.bytes(); }
+  Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) override;
+  Status finish(const ExpertWeights::State& state) override;
+  std::string describe() const override;
+
+  const DeviceInfo& device() const { return device_; }
+  DeviceMatrices gate_up, down, shared_gate_up, shared_down;
+  /// LayerVectors, and static activation scales [experts]; nullptr where the layer has none.
+  const float *router = nullptr, *router_bias = nullptr, *correction_bias = nullptr, *shared_gate = nullptr;
+  const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
+  const TensorScale *input_scales = nullptr, *mid_scales = nullptr;
+
+ private:
+  /// Matrices on their way to the device, while the next ones are read from a file or quantized.
+  struct Staging {
+    Memory host, device;
+    cudaEvent_t packed = nullptr;
+    Status reserve(std::size_t bytes, int device_index);
+    ~Staging();
+  };
+
+  DeviceWeights() = default;
+  Status find_matrices(const ExpertWeights::State& state);
+  Status copy_vectors(const ExpertWeights::State& state);
+
+  DeviceInfo device_;
+  Memory memory_, vectors_;
+  Staging staging_[2];
+  int next_ = 0;
+};
+
+}  // namespace gatefold::cuda

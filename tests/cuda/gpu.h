@@ -1,0 +1,54 @@
+#pragma once
+/// \file
+/// What the tests of the CUDA backend share.
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "gatefold/cuda.h"
+
+namespace gatefold {
+
+/// A test that needs a GPU. Where there is none that the kernels run on, it is skipped, with the reason.
+class GpuTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const auto device = cuda::device_info(); !device) GTEST_SKIP() << device.status().message();
+  }
+};
+
+/// A vector in device memory.
+template <class T>
+class DeviceVector {
+ public:
+  /// Every byte is `poison`.
+  explicit DeviceVector(std::size_t count, unsigned char poison = 0xFF) : count_(count) {
+    auto memory = cuda::Memory::allocate(count * sizeof(T), "a test");
+    EXPECT_TRUE(memory.ok()) << memory.status().message();
+    if (memory) memory_ = std::move(*memory);
+    EXPECT_TRUE(cuda::fill(data(), poison, count * sizeof(T)).ok());
+  }
+  explicit DeviceVector(const std::vector<T>& values) : DeviceVector(values.size()) {
+    EXPECT_TRUE(cuda::copy(data(), values.data(), values.size() * sizeof(T)).ok());
+  }
+
+  T* data() const { return memory_.as<T>(); }
+  std::size_t size() const { return count_; }
+
+  /// Waits for the default stream.
+  std::vector<T> host() const {
+    std::vector<T> values(count_);
+    const Status copied = cuda::copy(values.data(), data(), count_ * sizeof(T));
+    EXPECT_TRUE(copied.ok()) << copied.message();
+    const Status done = cuda::synchronize();
+    EXPECT_TRUE(done.ok()) << done.message();
+    return values;
+  }
+
+ private:
+  std::size_t count_;
+  cuda::Memory memory_;
+};
+
+}  // namespace gatefold

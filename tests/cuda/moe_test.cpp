@@ -1,0 +1,333 @@
+// Whole MoE layers on the GPU against the scalar reference, for every scheme.
+
+#include <cuda_runtime_api.h>
+
+#include <numeric>
+
+#include "../moe_layer.h"
+#include "gatefold/codec.h"
+#include "gpu.h"
+#include "moe/host_calls.h"
+
+namespace gatefold {
+namespace {
+
+const Device kGpu = Device::cuda();
+
+struct Routed {
+  std::vector<std::int32_t> ids;
+  std::vector<float> weights;
+};
+
+enum class Pattern { uniform, single, few, duplicates };
+
+Routed route_by(Pattern pattern, const MoeSpec& spec, std::size_t tokens) {
+  std::mt19937 random(7);
+  Routed routed;
+  for (std::size_t t = 0; t < tokens; ++t)
+    for (int k = 0; k < spec.top_k; ++k) {
+      const auto free = static_cast<std::int32_t>((random() % 1000 * spec.top_k + k) % spec.experts);
+      const std::int32_t id = pattern == Pattern::uniform  ? free
+                              : pattern == Pattern::single ? (k == 0 ? 4 : 1)
+                              : pattern == Pattern::few    ? (free % 2 == 0 ? 0 : spec.experts - 1)
+                                                           : free / 2 * 2;  // one expert may come twice
+      routed.ids.push_back(id);
+      routed.weights.push_back(0.1f * static_cast<float>(1 + random() % 9));
+    }
+  return routed;
+}
+
+/// hidden states in a 16-bit type, and what they are in f32.
+struct Hidden {
+  std::vector<std::uint16_t> codes;
+  std::vector<float> values;
+};
+template <Format F>
+Hidden narrow(const std::vector<float>& x) {
+  Hidden hidden;
+  for (const float value : x) {
+    hidden.codes.push_back(static_cast<std::uint16_t>(encode<F>(value)));
+    hidden.values.push_back(decode<F>(hidden.codes.back()));
+  }
+  return hidden;
+}
+
+/// tolerance() holds for many intermediate values. Of a few, one that rounds to the other side may be far
+/// above their mean: 4 times their root mean square.
+double one_flip(const MoeSpec& spec, const PlanOptions& options, std::size_t tokens) {
+  const Operand activation = effective_activation(spec.scheme, spec, options);
+  const double step = activation.value.is_integer() ? 1.0 / 32 : std::exp2(-activation.value.mantissa_bits);
+  const auto values = static_cast<double>(tokens) * spec.top_k * spec.intermediate;
+  return 4 * step / 2 / std::sqrt(values);
+}
+
+class GpuMoe : public GpuTest {
+ protected:
+  /// f32 results of 16-bit hidden states.
+  static std::vector<float> run(const Layer& layer, const PlanOptions& options, const ExpertWeights& weights,
+                                const Hidden& x, const Routed& routed) {
+    const MoeSpec& spec = layer.spec();
+    const auto plan = MoePlan::create(spec, options, kGpu);
+    EXPECT_TRUE(plan.ok()) << plan.status().message();
+    auto calls = HostCalls::create(*plan);
+    EXPECT_TRUE(calls.ok()) << calls.status().message();
+    const std::int64_t tokens = static_cast<std::int64_t>(x.values.size()) / spec.hidden;
+    std::vector<float> out(x.values.size(), std::nanf(""));
+    const Status status = calls->run(*plan, weights,
+                                     {.hidden = {x.codes.data(), spec.act_dtype, tokens, spec.hidden},
+                                      .topk_ids = routed.ids.data(),
+                                      .topk_weights = routed.weights.data()},
+                                     {.hidden = {out.data(), DType::f32, tokens, spec.hidden}});
+    EXPECT_TRUE(status.ok()) << status.message();
+    return out;
+  }
+
+  static void expect_close(const Layer& layer, const PlanOptions& options, std::size_t tokens,
+                           Pattern pattern) {
+    const MoeSpec& spec = layer.spec();
+    Layer source(layer);
+    const std::vector<float> numbers = source.numbers(tokens * static_cast<std::size_t>(spec.hidden), 1.0f);
+    const Hidden x =
+        spec.act_dtype == DType::bf16 ? narrow<formats::bf16>(numbers) : narrow<formats::f16>(numbers);
+    const Routed routed = route_by(pattern, spec, tokens);
+    const ExpertWeights weights = layer.weights(options, kGpu);
+    const std::vector<float> out = run(layer, options, weights, x, routed);
+    const ReferenceResult reference =
+        reference_moe(spec, options, layer.reference(),
+                      {.hidden = {x.values.begin(), x.values.end()},
+                       .logits = {},
+                       .topk_ids = routed.ids,
+                       .topk_weights = {routed.weights.begin(), routed.weights.end()}});
+    EXPECT_LE(relative_l2(out, reference.hidden), tolerance(spec, options) + one_flip(spec, options, tokens))
+        << tokens << " tokens, pattern " << static_cast<int>(pattern);
+    EXPECT_EQ(run(layer, options, weights, x, routed), out) << "another run, other bits";
+  }
+};
+
+class EveryScheme : public GpuMoe, public testing::WithParamInterface<std::tuple<std::size_t, DType>> {
+ protected:
+  SchemeId id() const { return static_cast<SchemeId>(std::get<0>(GetParam())); }
+  MoeSpec small_spec() const {
+    MoeSpec spec;
+    spec.scheme = id();
+    spec.experts = 6;
+    spec.top_k = 2;
+    spec.hidden = 256;
+    spec.intermediate = 128;
+    spec.act_dtype = std::get<1>(GetParam());
+    return spec;
+  }
+};
+
+TEST_P(EveryScheme, TokenCounts) {
+  const Layer layer(small_spec());
+  for (const int tokens : {1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 129, 512})
+    expect_close(layer, {.max_tokens = tokens, .debug_workspace = true}, static_cast<std::size_t>(tokens),
+                 Pattern::uniform);
+}
+
+TEST_P(EveryScheme, SkewedRouting) {
+  const Layer layer(small_spec());
+  for (const Pattern pattern : {Pattern::single, Pattern::few, Pattern::duplicates})
+    for (const int tokens : {2, 8, 33, 129})
+      expect_close(layer, {.max_tokens = 129, .debug_workspace = true}, static_cast<std::size_t>(tokens),
+                   pattern);
+}
+
+TEST_P(EveryScheme, RaggedShapes) {
+  MoeSpec spec = small_spec();
+  const Granularity group = scheme(id()).weight.group;
+  const int multiple = group.n == 1 && group.k != 0 ? group.k : 2;
+  spec.hidden = (170 + multiple - 1) / multiple * multiple;
+  spec.intermediate = (90 + multiple - 1) / multiple * multiple;
+  spec.shared = {.intermediate = 30, .gated = true, .scheme = SchemeId::bf16};
+  spec.bias = true;
+  spec.activation = {.kind = Activation::Kind::swiglu, .alpha = 1.702f, .beta = 1.0f, .limit = 7.0f};
+  const Layer layer(spec);
+  for (const std::size_t tokens : {5, 17})
+    expect_close(layer, {.max_tokens = 17, .debug_workspace = true}, tokens, Pattern::uniform);
+}
+
+TEST_P(EveryScheme, WeightsOnly) {
+  if (!scheme(id()).quantizes_activations()) return;
+  expect_close(Layer(small_spec()), {.max_tokens = 20, .weights_only = true}, 20, Pattern::uniform);
+}
+
+TEST_P(EveryScheme, StaticActivationScales) {
+  const Operand& activation = scheme(id()).activation;
+  if (!activation.quantized() || (activation.group.n != 0 && !activation.tensor_scale.stored())) return;
+  expect_close(Layer(small_spec(), 3, true), {.max_tokens = 20, .debug_workspace = true}, 20,
+               Pattern::uniform);
+}
+
+TEST_P(EveryScheme, LongRows) {
+  MoeSpec spec = small_spec();
+  spec.experts = 3;
+  spec.hidden = 1280;
+  spec.intermediate = 640;
+  const Layer layer(spec);
+  for (const std::size_t tokens : {1, 12})
+    expect_close(layer, {.max_tokens = 12}, tokens, Pattern::duplicates);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, EveryScheme,
+                         testing::Combine(testing::Range<std::size_t>(0, all_schemes().size()),
+                                          testing::Values(DType::bf16, DType::f16)),
+                         [](const auto& info) {
+                           return std::string(all_schemes()[std::get<0>(info.param)].name) + "_x_" +
+                                  (std::get<1>(info.param) == DType::bf16 ? "bf16" : "f16");
+                         });
+
+// The layer's own router, on the device.
+TEST_F(GpuMoe, FromTheRouter) {
+  MoeSpec spec;
+  spec.scheme = SchemeId::int4_g128;
+  spec.experts = 16;
+  spec.top_k = 4;
+  spec.hidden = spec.intermediate = 256;
+  spec.shared = {.intermediate = 128, .gated = true, .scheme = SchemeId::bf16};
+  spec.routing = {.score = Score::sigmoid, .correction_bias = true, .scaling_factor = 2.5f};
+  Layer layer(spec);
+  for (const std::size_t tokens : {1, 7, 20, 100}) {
+    const Hidden x = narrow<formats::bf16>(layer.numbers(tokens * 256, 1.0f));
+    const PlanOptions options{.max_tokens = 100, .debug_workspace = true};
+    const auto plan = MoePlan::create(spec, options, kGpu);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    auto calls = HostCalls::create(*plan);
+    ASSERT_TRUE(calls.ok()) << calls.status().message();
+    std::vector<float> out(x.values.size(), std::nanf("")), weights(tokens * 4);
+    std::vector<std::int32_t> ids(tokens * 4, -1);
+    const auto rows = static_cast<std::int64_t>(tokens);
+    const Status status =
+        calls->run(*plan, layer.weights(options, kGpu), {.hidden = {x.codes.data(), DType::bf16, rows, 256}},
+                   {.hidden = {out.data(), DType::f32, rows, 256},
+                    .topk_ids = ids.data(),
+                    .topk_weights = weights.data()});
+    ASSERT_TRUE(status.ok()) << status.message();
+    const ReferenceResult reference =
+        reference_moe(spec, options, layer.reference(), {.hidden = {x.values.begin(), x.values.end()}});
+    EXPECT_EQ(ids, reference.topk_ids) << tokens;
+    EXPECT_LE(relative_l2(weights, reference.topk_weights), 1e-5) << tokens;
+    EXPECT_LE(relative_l2(out, reference.hidden), tolerance(spec, options) + one_flip(spec, options, tokens));
+  }
+}
+
+// A captured call, replayed with other hidden states and routing in the same memory.
+TEST_F(GpuMoe, GraphReplay) {
+  MoeSpec spec;
+  spec.scheme = SchemeId::int4_g128_afp8;
+  spec.experts = 8;
+  spec.top_k = 2;
+  spec.hidden = spec.intermediate = 256;
+  Layer layer(spec);
+  constexpr std::int64_t tokens = 20, width = 256;
+  const auto plan = MoePlan::create(spec, {.max_tokens = tokens}, kGpu);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const ExpertWeights weights = layer.weights({}, kGpu);
+  DeviceVector<std::uint16_t> x(tokens * width);
+  DeviceVector<float> out(tokens * width), slot_weights(std::vector<float>(tokens * 2, 0.5f));
+  DeviceVector<std::int32_t> ids(route_by(Pattern::uniform, spec, tokens).ids);
+  DeviceVector<std::byte> workspace(plan->workspace_bytes());
+  const auto run = [&](cuda::Stream stream) {
+    const Status status = plan->run(weights,
+                                    {.hidden = {x.data(), DType::bf16, tokens, width},
+                                     .topk_ids = ids.data(),
+                                     .topk_weights = slot_weights.data()},
+                                    {.hidden = {out.data(), DType::f32, tokens, width}},
+                                    {workspace.data(), workspace.size()}, stream);
+    ASSERT_TRUE(status.ok()) << status.message();
+  };
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  run(stream);
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&replay, graph), cudaSuccess);
+  for (const Pattern pattern : {Pattern::single, Pattern::few, Pattern::duplicates}) {
+    const Hidden hidden = narrow<formats::bf16>(layer.numbers(tokens * width, 1.0f));
+    ASSERT_TRUE(cuda::copy(x.data(), hidden.codes.data(), tokens * width * 2).ok());
+    ASSERT_TRUE(cuda::copy(ids.data(), route_by(pattern, spec, tokens).ids.data(), tokens * 2 * 4).ok());
+    ASSERT_TRUE(cuda::synchronize().ok());
+    ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
+    ASSERT_TRUE(cuda::synchronize(stream).ok());
+    const std::vector<float> replayed = out.host();
+    run(nullptr);
+    EXPECT_EQ(out.host(), replayed);
+    EXPECT_TRUE(std::isfinite(std::accumulate(replayed.begin(), replayed.end(), 0.0f)));
+  }
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+TEST_F(GpuMoe, BadCalls) {
+  MoeSpec spec;
+  spec.scheme = SchemeId::mxfp4;
+  spec.experts = 4;
+  spec.top_k = 2;
+  spec.hidden = spec.intermediate = 128;
+  const Layer layer(spec);
+  const auto plan = MoePlan::create(spec, {.max_tokens = 4}, kGpu);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  EXPECT_NE(MoePlan::create(spec, {.precision = Precision::f32}, kGpu).status().message().find("16-bit"),
+            std::string::npos);
+  EXPECT_NE(MoePlan::create(spec, {}, Device::cuda(99)).status().message().find("99"), std::string::npos);
+  auto calls = HostCalls::create(*plan);
+  ASSERT_TRUE(calls.ok());
+  std::vector<float> x(5 * 128), y(5 * 128);
+  const auto message = [&](const ExpertWeights& weights, std::int64_t tokens) {
+    return calls
+        ->run(*plan, weights, {.hidden = {x.data(), DType::f32, tokens, 128}},
+              {.hidden = {y.data(), DType::f32, tokens, 128}})
+        .message();
+  };
+  EXPECT_EQ(message(layer.weights({}, kGpu), 4), "");
+  EXPECT_EQ(message(layer.weights({}, kGpu), 0), "");
+  EXPECT_NE(message(layer.weights({}, kGpu), 5).find("5 tokens"), std::string::npos);
+  EXPECT_NE(message(layer.weights({}), 4).find("panels"), std::string::npos);
+  MoeSpec other = spec;
+  other.scheme = SchemeId::nvfp4;
+  EXPECT_NE(message(Layer(other).weights({}, kGpu), 4), "");
+}
+
+// Slots of ids that there is no expert for add nothing, and nothing of them is read.
+TEST_F(GpuMoe, IdsOutOfRange) {
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::fp8_tensor_afp8})
+    for (const bool with_static : {false, true}) {
+      MoeSpec spec;
+      spec.scheme = id;
+      spec.experts = 4;
+      spec.top_k = 2;
+      spec.hidden = spec.intermediate = 128;
+      Layer layer(spec, 5, with_static && scheme(id).quantizes_activations());
+      const Hidden x = narrow<formats::bf16>(layer.numbers(6 * 128, 1.0f));
+      const PlanOptions options{.max_tokens = 6, .debug_workspace = true};
+      Routed bad = route_by(Pattern::uniform, spec, 6), none = bad;
+      for (std::size_t slot = 0; slot < bad.ids.size(); slot += 2) {
+        bad.ids[slot] = slot % 4 == 0 ? -1 : 1000000;
+        none.ids[slot] = none.ids[slot + 1];
+        none.weights[slot] = 0;
+      }
+      const ExpertWeights weights = layer.weights(options, kGpu);
+      const std::vector<float> out = run(layer, options, weights, x, bad);
+      const std::vector<float> expected = run(layer, options, weights, x, none);
+      EXPECT_LE(relative_l2(out, {expected.begin(), expected.end()}), 1e-5) << scheme(id).name;
+    }
+}
+
+TEST_F(GpuMoe, Activations) {
+  for (const Activation::Kind kind : {Activation::Kind::geglu, Activation::Kind::geglu_tanh}) {
+    MoeSpec spec;
+    spec.scheme = SchemeId::int4_g32;
+    spec.experts = 4;
+    spec.top_k = 2;
+    spec.hidden = spec.intermediate = 128;
+    spec.activation.kind = kind;
+    expect_close(Layer(spec), {.max_tokens = 9}, 9, Pattern::uniform);
+  }
+}
+
+}  // namespace
+}  // namespace gatefold

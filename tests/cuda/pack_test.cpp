@@ -1,0 +1,237 @@
+// Packed weights and the functions that decode them, on the host.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "cuda/decode.h"
+#include "cuda/pack.h"
+#include "format/matrix.h"
+
+namespace gatefold::cuda {
+namespace {
+
+/// Random codes, scales and zero points; no NaN.
+QuantizedMatrix random_matrix(SchemeId id, Format scale_format, std::int64_t n, std::int64_t k) {
+  static std::mt19937 random(1);
+  QuantizedMatrix matrix = make_matrix(id, n, k);
+  const Operand& w = scheme(id).weight;
+  if (w.quantized()) matrix.scale_format = scale_format;
+  matrix.scales.resize(matrix.layout().scale_bytes);
+  with_format(w.value, [&]<Format F>() {
+    for (std::size_t i = 0; i < matrix.values.size() * 8 / F.bits; ++i) {
+      std::uint32_t code = 0;
+      do code = static_cast<std::uint32_t>(random()) & (~0u >> (32 - F.bits));
+      while (!std::isfinite(decode<F>(code)));
+      if constexpr (F.bits == 4)
+        matrix.values[i / 2] |= static_cast<std::byte>(code << (4 * (i % 2)));
+      else
+        std::memcpy(matrix.values.data() + i * (F.bits / 8), &code, F.bits / 8);
+    }
+  });
+  std::vector<float> scales(matrix.scales.size() * 8 / std::max<int>(8, matrix.scale_format.bits));
+  for (float& scale : scales)
+    scale = std::ldexp(1.0f + static_cast<float>(random() % 8) / 8, -static_cast<int>(random() % 8));
+  if (w.quantized()) store_scales(matrix, 0, scales.data(), scales.size());
+  if (!matrix.scales.empty() && w.scale == formats::ue4m3) matrix.scales[0] = std::byte{0};
+  for (std::byte& zero : matrix.zero_points) zero = static_cast<std::byte>(random());
+  matrix.tensor_scale = {3.0f, true};
+  return matrix;
+}
+
+struct Packed {
+  PackedShape shape;
+  std::vector<std::byte> bytes;
+};
+Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide) {
+  const QuantizedMatrix& first = matrices[0];
+  Packed packed{
+      {packed_format(scheme(first.scheme).weight, wide), first.n, first.k, static_cast<int>(matrices.size())},
+      {}};
+  packed.bytes.resize(static_cast<std::size_t>(packed.shape.bytes()));
+  PackJob job{packed.shape, {}, packed.bytes.data()};
+  std::vector<std::vector<std::byte>> staged;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    staged.emplace_back(PackSource::bytes(matrices[i]));
+    stage(matrices[i], staged.back().data());
+    job.sources[i] = {matrices[i], staged.back().data()};
+  }
+  pack_on_host(job);
+  return packed;
+}
+
+/// The values of 8 neighbours in k as the kernels decode them, scales applied.
+template <PackedFormat P, Format M>
+void read8(const Packed& packed, std::int64_t unit, int r, std::int64_t k, double* values) {
+  const PackedShape& s = packed.shape;
+  const std::byte* record = packed.bytes.data() + s.record_at(unit, k / kRecordColumns);
+  const int column = static_cast<int>(k % kRecordColumns), g = column / P.group;
+  std::uint32_t words[4] = {};
+  for (int i = 0; i < P.value.bits / 4; ++i)
+    std::memcpy(&words[i], record + word_at(P.value, r, column + i * 32 / P.value.bits), 4);
+  double scale = 1;
+  Pair term = 0;
+  if (P.row_scale) {
+    float row = 0;
+    std::memcpy(&row, packed.bytes.data() + (unit * kUnitRows + r) * 4, 4);
+    scale *= row;
+  }
+  if (P.scale.stored()) {
+    std::uint32_t code = 0;
+    std::memcpy(&code, record + scale_at(P, r, g), P.scale.bits / 8);
+    if (P.folded)
+      term = folded_term<P, M>(code);
+    else
+      scale *= scale_value(P.scale, code);
+  }
+  if (P.zeros)
+    term = zero_term<P, M>(static_cast<std::uint32_t>(record[zero_at(P, r, g)]) >> (r / 8 * 4) & 15);
+  Pair pairs[4];
+  decode8<P, M>(words, term, pairs);
+  for (int i = 0; i < 8; ++i)
+    values[i] = std::ldexp(decode<M>(pairs[i / 2] >> (16 * (i % 2)) & 0xffff), decoded_power<P, M>()) * scale;
+}
+
+double value_of(const QuantizedMatrix& m, std::int64_t n, std::int64_t k) {
+  const Operand& w = scheme(m.scheme).weight;
+  const QuantizedLayout layout = m.layout();
+  std::uint32_t code = 0;
+  if (w.value.bits == 4)
+    code = static_cast<std::uint32_t>(m.values[n * layout.row_bytes + k / 2]) >> (k % 2 * 4) & 15;
+  else
+    std::memcpy(&code, m.values.data() + n * layout.row_bytes + k * w.value.bits / 8, w.value.bits / 8);
+  double value = with_format(w.value, [&]<Format F>() { return decode<F>(code); });
+  if (!w.quantized()) return value;
+  const std::int64_t g = w.group.k == 0 ? 0 : k / w.group.k;
+  std::vector<float> scales(layout.scale_cols), zeros(layout.scale_cols);
+  MatrixParts parts(m);
+  parts.tensor_scale = {};
+  row_scales(parts, layout, n, scales.data(), zeros.data());
+  if (w.zero_point.stored()) value -= zeros[g];
+  value *= scales[g];
+  return w.tensor_scale.stored() ? value * m.tensor_scale.apply(1.0f) : value;
+}
+
+template <PackedFormat P, Format M>
+void expect_equal(const std::vector<QuantizedMatrix>& matrices, bool wide) {
+  const Packed packed = pack(matrices, wide);
+  const int count = static_cast<int>(matrices.size()), rows = kUnitRows / count;
+  for (std::int64_t unit = 0; unit < packed.shape.units; ++unit)
+    for (int r = 0; r < kUnitRows; ++r) {
+      const QuantizedMatrix& m = matrices[r / rows];
+      const std::int64_t n = unit * rows + r % rows;
+      for (std::int64_t k = 0; n < m.n && k < m.k; k += 8) {
+        double values[8];
+        read8<P, M>(packed, unit, r, k, values);
+        for (std::int64_t i = 0; i < 8 && k + i < m.k; ++i)
+          ASSERT_EQ(values[i], value_of(m, n, k + i)) << n << " " << k + i;
+      }
+    }
+}
+
+template <class S, Format M, bool kWide>
+void check_scheme() {
+  constexpr PackedFormat p = packed_format(S::scheme.weight, kWide);
+  const Granularity group = S::scheme.weight.group;
+  const std::int64_t step = group.n == 1 && group.k != 0 ? group.k : 2;
+  const Format scale = kWide ? formats::f16 : S::scheme.weight.scale;
+  for (const auto& [n, k] :
+       {std::pair<std::int64_t, std::int64_t>{48, 256}, {37, 202}, {5, 30}, {150, 384}}) {
+    const std::int64_t columns = (k + step - 1) / step * step;
+    const auto matrix = [&] { return random_matrix(S::id, scale, n, columns); };
+    SCOPED_TRACE(testing::Message() << S::scheme.name << " [" << n << ", " << columns << "]");
+    expect_equal<p, M>({matrix()}, kWide);
+    expect_equal<p, M>({matrix(), matrix()}, kWide);
+  }
+}
+
+TEST(Pack, EverySchemeComesBack) {
+  for_each_scheme([]<class S>() {
+    check_scheme<S, S::scheme.weight.value == formats::f16 ? formats::f16 : formats::bf16, false>();
+    check_scheme<S, S::scheme.weight.value == formats::bf16 ? formats::bf16 : formats::f16, false>();
+    if constexpr (S::scheme.weight.scale == formats::bf16 && S::scheme.weight.group.k != 0)
+      check_scheme<S, formats::bf16, true>();
+  });
+}
+
+/// Every code beside every zero point or folded scale, with its sign.
+template <PackedFormat P, Format M>
+void check_codes(const char* name) {
+  constexpr std::uint32_t codes = 1u << P.value.bits;
+  for (std::uint32_t extra = 0; extra < (P.folded ? 0x7fu : P.zeros ? 16u : 1u); ++extra) {
+    if (P.folded && extra == 0) continue;  // its codes are packed as 0
+    Pair term = 0;
+    double scale = 1, zero = 0;
+    if (P.folded) {
+      term = folded_term<P, M>(repack_ue4m3(extra));
+      scale = decode<formats::ue4m3>(extra);
+    }
+    if (P.zeros) {
+      term = zero_term<P, M>(extra);
+      zero = extra;
+    }
+    for (std::uint32_t code = 0; code < codes; ++code)
+      for (int at = 0; at < 8; ++at) {
+        std::uint32_t canonical[2] = {}, words[2] = {};
+        for (int i = 0; i < 8; ++i) {
+          const std::uint32_t other = i == at ? code : code * 5 + 3;
+          canonical[i * P.value.bits / 32] |= (other & (codes - 1)) << (i * P.value.bits % 32);
+        }
+        for (int w = 0; w < 2; ++w) words[w] = pack_word(P.value, canonical[w]);
+        Pair pairs[4];
+        decode8<P, M>(words, term, pairs);
+        const double expected = (static_cast<double>(decode<P.value>(code)) - zero) * scale;
+        if (!std::isfinite(expected)) continue;  // its row's scale is NaN
+        const double decoded =
+            std::ldexp(decode<M>(pairs[at / 2] >> (16 * (at % 2)) & 0xffff), decoded_power<P, M>());
+        ASSERT_EQ(decoded, expected) << name << " code " << code << " extra " << extra << " at " << at;
+        ASSERT_EQ(std::signbit(decoded), std::signbit(expected)) << name << " code " << code;
+      }
+  }
+}
+
+TEST(Decode, EveryCode) {
+  for_each_scheme([]<class S>() {
+    if constexpr (S::scheme.weight.value.bits < 16) {
+      check_codes<packed_format(S::scheme.weight), formats::bf16>(S::scheme.name.data());
+      check_codes<packed_format(S::scheme.weight), formats::f16>(S::scheme.name.data());
+    }
+  });
+}
+
+TEST(Decode, HalvesOfF16AreExact) {
+  for (std::uint32_t code = 0; code < 0x10000; ++code) {
+    const float x = decode<formats::f16>(code);
+    Pair high = 0, low = 0;
+    split_f16(code | 0x3c000000u, high, low);
+    const float sum = decode<formats::bf16>(high & 0xffff) + decode<formats::bf16>(low & 0xffff);
+    if (std::isnan(x))
+      EXPECT_TRUE(std::isnan(sum));
+    else
+      ASSERT_EQ(sum, x);
+  }
+}
+
+TEST(Pack, NanMakesItsRowNan) {
+  for_each_scheme([]<class S>() {
+    constexpr PackedFormat p = packed_format(S::scheme.weight);
+    if (!p.row_scale) return;
+    QuantizedMatrix matrix = random_matrix(S::id, S::scheme.weight.scale, 32, 128);
+    if (p.value.bits == 8 && !p.value.is_integer())
+      matrix.values[5 * 128 + 77] = std::byte{0x7f};
+    else if (p.scale == formats::ue4m3)
+      matrix.scales[5 * 8 + 3] = std::byte{0x7f};
+    else
+      store_scales(matrix, 5, std::vector<float>{NAN}.data(), 1);
+    const Packed packed = pack({matrix}, false);
+    for (int r = 0; r < 32; ++r) {
+      float scale = 0;
+      std::memcpy(&scale, packed.bytes.data() + r * 4, 4);
+      EXPECT_EQ(std::isnan(scale), r == 5) << S::scheme.name << " " << r;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace gatefold::cuda

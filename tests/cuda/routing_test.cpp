@@ -1,0 +1,294 @@
+// Routing on the GPU has the ids, weights and slots of the CPU, bit for bit.
+#include "cuda/routing.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "gatefold/codec.h"
+#include "gatefold/moe.h"
+#include "gpu.h"
+
+namespace gatefold {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+struct Slots {
+  Ints ids;
+  std::vector<float> weights;
+  Ints offsets, positions, sorted, active;
+};
+
+/// Sorts the slots of ids as the CPU does (LayerThread::sort_slots); those outside the range get no position.
+void sort(int experts, int first, int end, Slots& slots) {
+  slots.offsets.assign(static_cast<std::size_t>(experts) + 1, 0);
+  slots.positions.assign(slots.ids.size(), -1);
+  slots.active.assign(static_cast<std::size_t>(experts), -1);
+  int active = 0;
+  for (int e = 0; e < experts; ++e) {
+    slots.offsets[e] = static_cast<std::int32_t>(slots.sorted.size());
+    for (std::size_t s = 0; s < slots.ids.size(); ++s)
+      if (slots.ids[s] == e && e >= first && e < end) {
+        slots.positions[s] = static_cast<std::int32_t>(slots.sorted.size());
+        slots.sorted.push_back(static_cast<std::int32_t>(s));
+      }
+    if (slots.offsets[e] < static_cast<std::int32_t>(slots.sorted.size())) slots.active[active++] = e;
+  }
+  slots.offsets[experts] = static_cast<std::int32_t>(slots.sorted.size());
+}
+
+struct Case {
+  int tokens, experts, top_k;
+  Routing routing = {};
+  std::vector<float> logits = {}, bias = {};
+  Ints given_ids = {};
+  int first = 0, end = -1;  // -1: all experts
+  int most_tokens = 0;      // the launch is for more tokens, and finds the number on the device
+};
+
+void same_as_on_the_cpu(const Case& test) {
+  SCOPED_TRACE(testing::Message() << test.tokens << " tokens, " << test.top_k << " of " << test.experts
+                                  << " experts, " << test.routing.groups << " groups");
+  const int end = test.end < 0 ? test.experts : test.end;
+  const auto count = static_cast<std::size_t>(test.tokens * test.top_k);
+  Slots expected;
+  expected.ids = test.given_ids;
+  for (std::size_t s = 0; s < count && !test.given_ids.empty(); ++s)
+    expected.weights.push_back(static_cast<float>(s) / 8);
+  const DeviceVector<float> given_weights(expected.weights);
+  if (test.given_ids.empty()) {
+    expected.ids.resize(count);
+    expected.weights.resize(count);
+    route(test.routing, test.experts, test.top_k, test.logits.data(), test.tokens,
+          test.bias.empty() ? nullptr : test.bias.data(), expected.ids.data(), expected.weights.data());
+  }
+  sort(test.experts, test.first, end, expected);
+
+  const DeviceVector<float> logits(test.logits), bias(test.bias);
+  const DeviceVector<std::int32_t> given_ids(test.given_ids), tokens(Ints{test.tokens});
+  const auto experts = static_cast<std::size_t>(test.experts);
+  const int most_tokens = std::max(test.tokens, test.most_tokens);
+  const DeviceVector<std::int32_t> scratch(cuda::route_scratch_words(most_tokens, test.experts));
+  for (int run = 0; run < 2; ++run) {
+    const DeviceVector<std::int32_t> ids(count), offsets(experts + 1), position(count), sorted(count),
+        active(experts), active_count(1);
+    const DeviceVector<float> weights(count);
+    const Status status = cuda::route({.tokens = most_tokens,
+                                       .experts = test.experts,
+                                       .top_k = test.top_k,
+                                       .routing = test.routing,
+                                       .logits = test.given_ids.empty() ? logits.data() : nullptr,
+                                       .correction_bias = test.bias.empty() ? nullptr : bias.data(),
+                                       .given_ids = test.given_ids.empty() ? nullptr : given_ids.data(),
+                                       .given_weights = given_weights.data(),
+                                       .first_expert = test.first,
+                                       .end_expert = end,
+                                       .token_count = test.most_tokens == 0 ? nullptr : tokens.data(),
+                                       .out = {.topk_ids = ids.data(),
+                                               .topk_weights = weights.data(),
+                                               .expert_offsets = offsets.data(),
+                                               .slot_position = position.data(),
+                                               .sorted_slots = sorted.data(),
+                                               .active_experts = active.data(),
+                                               .active_count = active_count.data()},
+                                       .block_counts = scratch.data()},
+                                      nullptr);
+    ASSERT_TRUE(status.ok()) << status.message();
+    ASSERT_EQ(ids.host(), expected.ids);
+    const std::vector<float> got = weights.host();
+    for (std::size_t s = 0; s < count; ++s)
+      ASSERT_EQ(std::bit_cast<std::uint32_t>(got[s]), std::bit_cast<std::uint32_t>(expected.weights[s]))
+          << "slot " << s << ": " << got[s] << ", not " << expected.weights[s];
+    ASSERT_EQ(offsets.host(), expected.offsets);
+    ASSERT_EQ(position.host(), expected.positions);
+    Ints all_sorted = expected.sorted;
+    all_sorted.resize(count, -1);  // the poison
+    ASSERT_EQ(sorted.host(), all_sorted);
+    ASSERT_EQ(active.host(), expected.active);
+    ASSERT_EQ(active_count.host()[0],
+              std::count_if(expected.active.begin(), expected.active.end(), [](int e) { return e >= 0; }));
+  }
+}
+
+constexpr int kTokens[] = {0, 1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 129, 512, 513, 1000};
+
+enum class Kind { normal, ties, extreme };
+
+std::vector<float> make_logits(int tokens, int experts, Kind kind, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, 2.0f);
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  const float special[] = {inf,   -inf,   std::nanf(""), -std::nanf(""), 0.0f,   -0.0f,
+                           1e38f, -1e38f, 1e-40f,        88.7f,          -88.7f, -103.9f};
+  std::vector<float> logits(static_cast<std::size_t>(tokens) * experts);
+  for (float& x : logits) {
+    x = normal(random);
+    if (kind == Kind::ties) x = std::round(x);
+    if (kind == Kind::extreme && random() % 3 == 0) x = special[random() % std::size(special)];
+  }
+  return logits;
+}
+
+const Routing kRoutings[] = {
+    {},
+    {.renormalize = false, .scaling_factor = 2.5f},
+    {.score = Score::sigmoid, .epsilon = 1e-20f},
+    {.score = Score::sigmoid,
+     .groups = 8,
+     .top_groups = 4,
+     .correction_bias = true,
+     .scaling_factor = 2.5f,
+     .epsilon = 1e-20f},
+    {.renormalize = false,
+     .groups = 8,
+     .top_groups = 3,
+     .group_score = GroupScore::max,
+     .scaling_factor = 16.0f},
+};
+
+class CudaRouting : public GpuTest {};
+
+TEST_F(CudaRouting, AllTokenCountsAndKinds) {
+  for (const Routing& routing : kRoutings)
+    for (const int tokens : kTokens)
+      for (const Kind kind : {Kind::normal, Kind::ties, Kind::extreme}) {
+        const std::vector<float> bias =
+            routing.correction_bias ? make_logits(1, 256, Kind::normal, 5) : std::vector<float>();
+        same_as_on_the_cpu({.tokens = tokens,
+                            .experts = 256,
+                            .top_k = 8,
+                            .routing = routing,
+                            .logits = make_logits(tokens, 256, kind, static_cast<unsigned>(tokens)),
+                            .bias = bias});
+      }
+}
+
+TEST_F(CudaRouting, AllExpertCounts) {
+  for (const int experts : {1, 2, 8, 31, 32, 33, 60, 64, 128, 384, 512, 1000, 1024})
+    for (const int top_k : {1, 2, 4, 6, 8, 10, 16, 32}) {
+      if (top_k > experts) continue;
+      for (const int tokens : {3, 64, 100})
+        same_as_on_the_cpu(
+            {.tokens = tokens,
+             .experts = experts,
+             .top_k = top_k,
+             .logits = make_logits(tokens, experts, Kind::ties, static_cast<unsigned>(experts))});
+    }
+}
+
+TEST_F(CudaRouting, GroupsOfAllSizes) {
+  for (const int groups : {2, 5, 16, 32, 40, 64})
+    for (const Kind kind : {Kind::normal, Kind::ties, Kind::extreme}) {
+      const Routing routing{.score = Score::sigmoid, .groups = groups, .top_groups = groups / 2 + 1};
+      same_as_on_the_cpu({.tokens = 40,
+                          .experts = groups * 6,
+                          .top_k = 6,
+                          .routing = routing,
+                          .logits = make_logits(40, groups * 6, kind, 1)});
+    }
+}
+
+TEST_F(CudaRouting, BiasesThatAreNotNumbers) {
+  std::vector<float> bias(16, std::nanf(""));
+  const Routing routing{.score = Score::sigmoid, .correction_bias = true};
+  same_as_on_the_cpu({.tokens = 9,
+                      .experts = 16,
+                      .top_k = 4,
+                      .routing = routing,
+                      .logits = make_logits(9, 16, Kind::normal, 1),
+                      .bias = bias});
+  bias[3] = bias[15] = 0.5f;
+  bias[7] = -std::numeric_limits<float>::infinity();
+  same_as_on_the_cpu({.tokens = 9,
+                      .experts = 16,
+                      .top_k = 4,
+                      .routing = routing,
+                      .logits = make_logits(9, 16, Kind::normal, 1),
+                      .bias = bias});
+}
+
+TEST_F(CudaRouting, GivenIds) {
+  std::mt19937 random(3);
+  for (const int tokens : kTokens)
+    for (int kind = 0; kind < 4;
+         ++kind) {  // any (some twice in a token), one for all, few, some that do not exist
+      Ints ids(static_cast<std::size_t>(tokens) * 6);
+      for (std::int32_t& id : ids)
+        id = kind == 1   ? 17
+             : kind == 2 ? static_cast<std::int32_t>(random() % 3)
+                         : static_cast<std::int32_t>(random() % 64);
+      if (kind == 3 && tokens > 0) ids[0] = -1, ids[1] = 64, ids.back() = INT32_MAX;
+      if (tokens > 0) same_as_on_the_cpu({.tokens = tokens, .experts = 64, .top_k = 6, .given_ids = ids});
+      if (tokens > 0)
+        same_as_on_the_cpu(
+            {.tokens = tokens, .experts = 64, .top_k = 6, .given_ids = ids, .first = 16, .end = 24});
+    }
+}
+
+TEST_F(CudaRouting, RangesOfExpertsAndTokensCountedOnTheDevice) {
+  for (const int tokens : {5, 100}) {
+    const std::vector<float> logits = make_logits(tokens, 96, Kind::normal, 2);
+    for (const auto& [first, end] : {std::pair{0, 12}, {84, 96}, {40, 41}, {10, 10}})
+      same_as_on_the_cpu(
+          {.tokens = tokens, .experts = 96, .top_k = 8, .logits = logits, .first = first, .end = end});
+    same_as_on_the_cpu({.tokens = tokens, .experts = 96, .top_k = 8, .logits = logits, .most_tokens = 3000});
+    same_as_on_the_cpu(
+        {.tokens = tokens, .experts = 96, .top_k = 8, .logits = logits, .most_tokens = tokens + 1});
+  }
+}
+
+TEST_F(CudaRouting, RouterLogits) {
+  for (const int tokens : {1, 7, 8, 20})
+    for (const int hidden : {16, 272, 2880}) {
+      constexpr int experts = 37;
+      const auto x = make_logits(tokens, hidden, Kind::normal, 1),
+                 router = make_logits(experts, hidden, Kind::normal, 2),
+                 bias = make_logits(1, experts, Kind::normal, 3);
+      std::vector<std::uint16_t> rounded(x.size());
+      for (std::size_t i = 0; i < x.size(); ++i)
+        rounded[i] = static_cast<std::uint16_t>(encode<formats::bf16>(x[i]));
+      const DeviceVector<std::uint16_t> input(rounded);
+      const DeviceVector<float> matrix(router), offset(bias),
+          logits(static_cast<std::size_t>(tokens) * experts);
+      ASSERT_TRUE(cuda::router_logits({.tokens = tokens,
+                                       .experts = experts,
+                                       .hidden_size = hidden,
+                                       .hidden = input.data(),
+                                       .dtype = DType::bf16,
+                                       .router = matrix.data(),
+                                       .bias = offset.data(),
+                                       .logits = logits.data()},
+                                      nullptr)
+                      .ok());
+      const std::vector<float> got = logits.host();
+      for (int t = 0; t < tokens; ++t)
+        for (int e = 0; e < experts; ++e) {
+          double sum = bias[e], magnitude = std::abs(bias[e]);
+          for (int h = 0; h < hidden; ++h) {
+            const double product =
+                static_cast<double>(decode<formats::bf16>(rounded[t * hidden + h])) * router[e * hidden + h];
+            sum += product;
+            magnitude += std::abs(product);
+          }
+          // Each product takes part in at most hidden / 32 + 6 additions.
+          ASSERT_NEAR(got[t * experts + e], sum, magnitude * (hidden / 32 + 6) * 0x1p-24);
+        }
+    }
+}
+
+TEST(CudaRoutingErrors, SayWhatIsWrong) {
+  EXPECT_EQ(cuda::route({.tokens = 1, .experts = 2000, .top_k = 8}, nullptr).message(),
+            "routing to 8 of 2000 experts: the CUDA backend routes to at most 32 of 1024");
+  EXPECT_EQ(cuda::route({.tokens = 1, .experts = 64, .top_k = 33}, nullptr).code(), Code::unsupported);
+  EXPECT_EQ(
+      cuda::route({.tokens = 1, .experts = 64, .top_k = 8, .first_expert = 60, .end_expert = 65}, nullptr)
+          .message(),
+      "experts 60 to 65 are not a range of 64");
+  EXPECT_EQ(cuda::route({.tokens = 1, .experts = 64, .top_k = 8, .end_expert = 64}, nullptr).code(),
+            Code::invalid_argument);
+}
+
+}  // namespace
+}  // namespace gatefold
