@@ -57,7 +57,7 @@ class Packer {
   Packer(const WeightLayout& layout, WeightMemory& memory) : layout_(layout), memory_(memory) {}
 
   /// Where the next expert goes.
-  std::byte* next() const { return next_; }
+  std::size_t next() const { return next_; }
 
   Status pack(const ExpertSource& source, const char* which, int expert, SchemeId scheme, std::int64_t hidden,
               std::int64_t intermediate, Ffn& ffn) {
@@ -156,7 +156,7 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
   int with_static = 0;
   for (int e = 0; e < spec.experts; ++e) {
     Ffn& ffn = state->routed[e];
-    prefer_node(packer.next(), each, e % numa_nodes());  // whose threads take it first
+    state->memory->expect(packer.next(), each, e);
     if (Status status = packer.pack(routed, "routed", e, spec.scheme, spec.hidden, spec.intermediate, ffn);
         !status.ok())
       return status;
@@ -186,6 +186,9 @@ Result<std::unique_ptr<WeightMemory>> HostWeights::allocate(std::size_t bytes, P
   Arena arena(bytes);
   if (arena.data() == nullptr) return Status(Code::io_error, fmt::format("no memory for {} bytes", bytes));
   return std::unique_ptr<WeightMemory>(new HostWeights(std::move(arena), pack));
+}
+void HostWeights::expect(std::size_t at, std::size_t bytes, int expert) {
+  prefer_node(arena_.data() + at, bytes, expert % numa_nodes());  // whose threads take it first
 }
 Status HostWeights::pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) {
   pack_(matrices, count, arena_.data() + at, packed);

@@ -24,6 +24,8 @@ class WeightMemory {
  public:
   virtual ~WeightMemory() = default;
   virtual std::size_t bytes() const = 0;
+  /// Called before the matrices of a routed expert, which will lie within `bytes` from byte `at` on.
+  virtual void expect(std::size_t /*at*/, std::size_t /*bytes*/, int /*expert*/) {}
   /// Packs `count` matrices of one shape, which are multiplied by the same inputs, into the sum of their
   /// bytes from byte `at` on, a multiple of 64, and sets where each begins.
   virtual Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) = 0;
@@ -49,6 +51,7 @@ class HostWeights final : public WeightMemory {
 
   std::size_t bytes() const override { return arena_.bytes(); }
   const std::byte* data() const { return arena_.data(); }
+  void expect(std::size_t at, std::size_t bytes, int expert) override;
   Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) override;
   Status finish(const ExpertWeights::State&) override { return {}; }
   std::string describe() const override;
