@@ -36,12 +36,12 @@ class GpuCalls {
   Status run(const MoePlan& plan, cuda::Stream stream) const {
     const MoeSpec& spec = layers_->spec;
     for (std::size_t i = 0; i < count(); ++i) {
-      const Status status = plan.run(layer(i),
-                                     {.hidden = {hidden_.data(), spec.act_dtype, tokens_, spec.hidden},
-                                      .topk_ids = ids_.as<std::int32_t>() + i * slots(),
-                                      .topk_weights = weights_.as<float>()},
-                                     {.hidden = {out_.data(), spec.act_dtype, tokens_, spec.hidden}},
-                                     {workspace_.data(), workspace_.bytes()}, stream);
+      Status status = plan.run(layer(i),
+                               {.hidden = {hidden_.data(), spec.act_dtype, tokens_, spec.hidden},
+                                .topk_ids = ids_.as<std::int32_t>() + i * slots(),
+                                .topk_weights = weights_.as<float>()},
+                               {.hidden = {out_.data(), spec.act_dtype, tokens_, spec.hidden}},
+                               {workspace_.data(), workspace_.bytes()}, stream);
       if (!status.ok()) return status;
     }
     return {};
