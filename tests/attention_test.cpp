@@ -102,9 +102,9 @@ TEST(Attention, SameBitsForEverySplit) {
   }
 }
 
-// The softmax's own exp, over its whole range, and its bits on every instruction set that runs here.
+// The softmax's exp, over its whole range, and its bits on every instruction set that runs here.
 TEST(Attention, SoftmaxOfEveryInstructionSet) {
-  for (float low = -100; low < 0; low += 0.37f) {
+  for (float low = -120; low < 0; low += 0.37f) {
     float scores[key_block], expected[key_block] = {};
     for (int j = 0; j < key_block; ++j) scores[j] = low * static_cast<float>(j) / key_block;
     for (const Isa isa : all_isas) {
@@ -116,8 +116,8 @@ TEST(Attention, SoftmaxOfEveryInstructionSet) {
       EXPECT_EQ(row.highest, 0);
       double total = 2 * std::exp(-1.0);
       for (int j = 0; j < key_block; ++j) {
-        const double exact = scores[j] > -87.0f ? std::exp(static_cast<double>(scores[j])) : 0.0;
-        EXPECT_NEAR(weights[j], exact, 0x1p-22 * exact) << scores[j];
+        const double exact = std::exp(static_cast<double>(scores[j]));
+        EXPECT_NEAR(weights[j], exact, 0x1p-22 * exact + 0x1p-149) << scores[j];
         total += exact;
         if (isa == all_isas[0] || expected[j] == 0) expected[j] = weights[j];
         EXPECT_EQ(weights[j], expected[j]);

@@ -89,6 +89,18 @@ inline MoeSpec small_spec(SchemeId scheme) {
   return spec;
 }
 
+/// The same with sizes that fill nothing, biases, a shared expert and the activation of gpt-oss.
+inline MoeSpec ragged_spec(MoeSpec spec) {
+  const Granularity group = scheme(spec.scheme).weight.group;
+  const int multiple = group.n == 1 && group.k != 0 ? group.k : 2;
+  spec.hidden = (170 + multiple - 1) / multiple * multiple;
+  spec.intermediate = (90 + multiple - 1) / multiple * multiple;
+  spec.shared = {.intermediate = 30, .gated = true, .scheme = SchemeId::bf16};
+  spec.bias = true;
+  spec.activation = {.kind = Activation::Kind::swiglu, .alpha = 1.702f, .beta = 1.0f, .limit = 7.0f};
+  return spec;
+}
+
 inline double relative_l2(const std::vector<float>& a, const std::vector<double>& b) {
   double error = 0, norm = 0;
   for (std::size_t i = 0; i < b.size(); ++i) {

@@ -102,14 +102,7 @@ TEST_P(EveryScheme, AgreesWithTheReference) {
 }
 
 TEST_P(EveryScheme, RaggedShapes) {
-  MoeSpec spec = small_spec(id());
-  const Granularity group = scheme(id()).weight.group;
-  const int multiple = group.n == 1 && group.k != 0 ? group.k : 2;
-  spec.hidden = (170 + multiple - 1) / multiple * multiple;
-  spec.intermediate = (90 + multiple - 1) / multiple * multiple;
-  spec.shared = {.intermediate = 30, .gated = true, .scheme = SchemeId::bf16};
-  spec.bias = true;
-  spec.activation = {.kind = Activation::Kind::swiglu, .alpha = 1.702f, .beta = 1.0f, .limit = 7.0f};
+  const MoeSpec spec = ragged_spec(small_spec(id()));
   Layer layer(spec);
   const PlanOptions options{.max_tokens = 17, .threads = 3, .debug_workspace = true};
   expect_close(layer, options, layer.numbers(17 * static_cast<std::size_t>(spec.hidden), 1.0f));

@@ -4,16 +4,10 @@
 #include <cstdint>
 
 #include "cpu/panel.h"
-#include "gatefold/codec.h"
+#include "format/exponential.h"
 
 namespace gatefold::GATEFOLD_ISA {
 namespace {
-
-/// Nearest integer, ties to even, of |x| < 2^22.
-inline float nearest(float x) {
-  constexpr float shift = 12582912.0f;
-  return (x + shift) - shift;
-}
 
 inline std::uint32_t magnitude(float x) {
   return std::bit_cast<std::uint32_t>(x) & 0x7fffffff;
@@ -42,7 +36,7 @@ void fixed_point(const float* x, std::int64_t k, std::int64_t chunk, std::int64_
     *scales = largest < 0x7f800000 ? unit : std::bit_cast<float>(0x7fc00000u);
     std::int32_t codes[kPanelChunk];
     for (std::int64_t i = begin; i < end; ++i) {
-      const auto n = static_cast<std::int32_t>(nearest(x[i] * units));
+      const auto n = static_cast<std::int32_t>(detail::round_to_integer(x[i] * units));
       codes[i - begin] = n > kEnd ? kEnd : n < -kEnd ? -kEnd : n;
     }
     for (std::int64_t first = begin; first < end;) {
@@ -77,31 +71,13 @@ void to_bytes(const float* x, std::int64_t k, std::int64_t block, float factor, 
   }
 }
 
-/// exp(x) for |x| <= 87: 2^n * e^r with |r| <= ln(2) / 2.
-inline float exponential(float x) {
-  const float n = nearest(x * 1.44269504f);
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  return std::bit_cast<float>(std::bit_cast<std::int32_t>(p) + (static_cast<std::int32_t>(n) << 23));
-}
-
 void swiglu(const float* gate, const float* up, std::int64_t count, float alpha, float beta, float limit,
             float* y) {
   for (std::int64_t i = 0; i < count; ++i) {
     const float g = gate[i] > limit ? limit : gate[i];  // NaN stays
     const float bounded = up[i] > limit ? limit : up[i];
     const float u = bounded < -limit ? -limit : bounded;
-    const float x = -alpha * g;
-    const float most = x < 87.0f ? x : 87.0f;
-    const float power = exponential(most > -87.0f ? most : -87.0f);
-    y[i] = g / (1.0f + power) * (u + beta);
+    y[i] = g / (1.0f + exponential(-alpha * g)) * (u + beta);
   }
 }
 

@@ -2,7 +2,7 @@
 /// \file
 /// 16 rows side by side, one per 32-bit lane, for every instruction set. For *.lanes.cpp files only.
 ///
-/// Rows: 16 f32. Ints: 16 i32. Codes: 64 bytes of weights, 4 per row. Dots: the accumulators of dot4.
+/// Rows: 16 f32. Ints: 16 i32. Codes: 64 bytes of weights, 4 per row.
 
 #include <bit>
 #include <cstddef>

@@ -1,6 +1,7 @@
 #pragma once
 /// \file
-/// e^x with the same bits on every CPU and GPU, so that routing chooses the same experts everywhere.
+/// e^x with the same bits on every CPU and GPU, so that routing chooses the same experts everywhere. It
+/// vectorizes.
 
 #include <bit>
 #include <cstdint>

@@ -191,22 +191,17 @@ TEST_F(CudaRouting, GroupsOfAllSizes) {
 }
 
 TEST_F(CudaRouting, BiasesThatAreNotNumbers) {
-  std::vector<float> bias(16, std::nanf(""));
-  const Routing routing{.score = Score::sigmoid, .correction_bias = true};
-  same_as_on_the_cpu({.tokens = 9,
-                      .experts = 16,
-                      .top_k = 4,
-                      .routing = routing,
-                      .logits = make_logits(9, 16, Kind::normal, 1),
-                      .bias = bias});
-  bias[3] = bias[15] = 0.5f;
-  bias[7] = -std::numeric_limits<float>::infinity();
-  same_as_on_the_cpu({.tokens = 9,
-                      .experts = 16,
-                      .top_k = 4,
-                      .routing = routing,
-                      .logits = make_logits(9, 16, Kind::normal, 1),
-                      .bias = bias});
+  const std::vector<float> none(16, std::nanf(""));
+  std::vector<float> some = none;
+  some[3] = some[15] = 0.5f;
+  some[7] = -std::numeric_limits<float>::infinity();
+  for (const auto& bias : {none, some})
+    same_as_on_the_cpu({.tokens = 9,
+                        .experts = 16,
+                        .top_k = 4,
+                        .routing = {.score = Score::sigmoid, .correction_bias = true},
+                        .logits = make_logits(9, 16, Kind::normal, 1),
+                        .bias = bias});
 }
 
 TEST_F(CudaRouting, GivenIds) {
