@@ -32,7 +32,7 @@ void run(benchmark::State& state, SchemeId id, PanelMultiply multiply) {
   const std::vector<std::int32_t> starts(kColumns);
   std::vector<PanelInput> inputs;
   for (std::int64_t t = 0; t < tokens; ++t)
-    inputs.push_back({codes.data() + t * row, zeros.data(), zeros.data(), starts.data()});
+    inputs.push_back({codes.data() + t * row, zeros.data(), starts.data()});
   std::vector<float> out(static_cast<std::size_t>(tokens * 2 * kPanelRows));
   for (auto _ : state) {
     for (std::int64_t p = 0; p < panels; p += 2)
@@ -58,7 +58,7 @@ const bool registered = [] {
         const std::string name =
             fmt::format("{}/{}/{}", all_schemes()[i].name, kFormNames[static_cast<int>(form)],
                         kScaleNames[static_cast<int>(scale)]);
-        for (const int tokens : {1, 2, 4, 8, 32})
+        for (const int tokens : {1, 2, 4, 8, 64})
           benchmark::RegisterBenchmark(name.c_str(), run, id, multiply)->Arg(tokens);
       }
   return true;

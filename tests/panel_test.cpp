@@ -10,6 +10,7 @@
 
 #include "cpu/panel.h"
 #include "format/matrix.h"
+#include "moe/arena.h"
 
 namespace gatefold {
 namespace {
@@ -75,7 +76,6 @@ class Units {
     const auto blocks = static_cast<std::size_t>(shape.blocks);
     scales_.assign(blocks, 1.0f);
     starts_.assign(blocks * static_cast<std::size_t>(tokens), 0);
-    sums_.assign(starts_.size(), 0.0f);
     for (std::int64_t t = 0; t < tokens; ++t) {
       const std::int64_t column = first + t;
       std::byte* row = codes_.data() + static_cast<std::size_t>(t) * row_bytes(form, shape);
@@ -94,9 +94,7 @@ class Units {
         case PanelForm::floats:
           std::memcpy(row + 4 * column, &one, 4);
       }
-      sums_[block] = 1;
-      inputs_.push_back({row, scales_.data(), sums_.data() + t * shape.blocks,
-                         starts_.data() + t * shape.blocks, starts_[block], 1.0f});
+      inputs_.push_back({row, scales_.data(), starts_.data() + t * shape.blocks, starts_[block], 1.0f});
     }
   }
   const PanelInput* inputs() const { return inputs_.data(); }
@@ -111,7 +109,7 @@ class Units {
   }
 
   Guarded codes_;
-  std::vector<float> scales_, sums_;
+  std::vector<float> scales_;
   std::vector<std::int32_t> starts_;
   std::vector<PanelInput> inputs_;
 };
@@ -129,7 +127,7 @@ TEST_P(Panels, DecodeEveryCode) {
   for (std::size_t i = 0; i < all_schemes().size(); ++i) {
     const auto id = static_cast<SchemeId>(i);
     const QuantizedMatrix matrix = all_codes(id, n, k);
-    const PanelShape shape = panel_shape(scheme(id), matrix.scale_format, n, k);
+    PanelShape shape = panel_shape(scheme(id), matrix.scale_format, n, k);
     const Guarded packed(shape.bytes());
     pack_panels(matrix, shape, packed.data(), shape.panel_bytes);
     std::vector<float> weights(static_cast<std::size_t>(n * k));
@@ -144,13 +142,16 @@ TEST_P(Panels, DecodeEveryCode) {
         const bool doubled = scheme(id).weight.value == formats::e2m1;
         const std::int32_t offset = panel_offset(doubled ? formats::e2m1 : scheme(id).weight.value);
         int wrong = 0;
-        for (const std::int64_t tokens : {1, 2, 3, 7, 32, 64})
+        for (const std::int64_t tokens : {1, 2, 3, 7, 32, 64, 101})
           for (std::int64_t first = 0; first + tokens <= k; first += std::max<std::int64_t>(tokens, 61)) {
             const Units units(form, shape, offset, first, tokens);
             const std::int64_t stride = shape.panels * kPanelRows;
-            std::vector<float> out(static_cast<std::size_t>(tokens * stride), NAN);
+            const Arena memory(static_cast<std::size_t>(tokens * stride) * sizeof(float));
+            auto* out = reinterpret_cast<float*>(memory.data());
+            std::fill_n(out, tokens * stride, NAN);
+            shape.write_around = first % 2 != 0;
             multiply(shape, packed.data(), static_cast<std::int64_t>(shape.panel_bytes),
-                     static_cast<int>(shape.panels), units.inputs(), tokens, out.data(), stride, kPanelRows);
+                     static_cast<int>(shape.panels), units.inputs(), tokens, out, stride, kPanelRows);
             for (std::int64_t t = 0; t < tokens; ++t)
               for (std::int64_t row = 0; row < n; ++row) {
                 const float expected = flushed(form, weights[row * k + first + t]), y = out[t * stride + row];

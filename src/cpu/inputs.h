@@ -21,9 +21,10 @@ struct InputKernels {
   /// Small integers, each times `factor`, to bytes. sums: for each block.
   void (*to_bytes)(const float* x, std::int64_t k, std::int64_t block, float factor, std::int8_t* bytes,
                    std::int32_t* sums);
-  /// y = g * sigmoid(alpha * g) * (u + beta), clamped before: Activation::Kind::swiglu.
-  void (*swiglu)(const float* gate, const float* up, std::int64_t count, float alpha, float beta, float limit,
-                 float* y);
+  /// y = g * sigmoid(alpha * g) * (u + beta), clamped before: Activation::Kind::swiglu. `rows` rows of
+  /// `count` numbers; those of gate and up are `stride` apart, those of y `y_stride`.
+  void (*swiglu)(const float* gate, const float* up, std::int64_t stride, std::int64_t rows,
+                 std::int64_t count, float alpha, float beta, float limit, float* y, std::int64_t y_stride);
   /// sum [k] = weights[0] * x[0] + ... of `count` rows, in that order.
   void (*combine)(const float* const* x, const float* weights, std::int64_t count, std::int64_t k,
                   float* sum);

@@ -71,14 +71,15 @@ void to_bytes(const float* x, std::int64_t k, std::int64_t block, float factor, 
   }
 }
 
-void swiglu(const float* gate, const float* up, std::int64_t count, float alpha, float beta, float limit,
-            float* y) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float g = gate[i] > limit ? limit : gate[i];  // NaN stays
-    const float bounded = up[i] > limit ? limit : up[i];
-    const float u = bounded < -limit ? -limit : bounded;
-    y[i] = g / (1.0f + exponential(-alpha * g)) * (u + beta);
-  }
+void swiglu(const float* gate, const float* up, std::int64_t stride, std::int64_t rows, std::int64_t count,
+            float alpha, float beta, float limit, float* y, std::int64_t y_stride) {
+  for (std::int64_t row = 0; row < rows; ++row, gate += stride, up += stride, y += y_stride)
+    for (std::int64_t i = 0; i < count; ++i) {
+      const float g = gate[i] > limit ? limit : gate[i];  // NaN stays
+      const float bounded = up[i] > limit ? limit : up[i];
+      const float u = bounded < -limit ? -limit : bounded;
+      y[i] = g / (1.0f + exponential(-alpha * g)) * (u + beta);
+    }
 }
 
 void combine(const float* const* x, const float* weights, std::int64_t count, std::int64_t k, float* sum) {

@@ -72,6 +72,13 @@ inline Ints load_bytes_16(const std::byte* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * h)));
   });
 }
+/// 16 bytes, each in all 4 bytes of its lane.
+inline Codes load_bytes_16_repeated(const std::byte* p) {
+  const __m256i first =
+      _mm256_set_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0, 0x0C0C0C0C, 0x08080808, 0x04040404, 0);
+  const Ints bytes = load_bytes_16(p);
+  return both<Codes>([&](int h) { return _mm256_shuffle_epi8(bytes.v[h], first); });
+}
 inline Ints load_words_16(const std::byte* p) {
   return both<Ints>([&](int h) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * h)));
@@ -104,6 +111,9 @@ inline Codes high_nibbles(Codes a) {
   return both<Codes>(
       [&](int h) { return _mm256_and_si256(_mm256_srli_epi32(a.v[h], 4), _mm256_set1_epi8(15)); });
 }
+inline Codes add_bytes(Codes a, Codes b) {
+  return both<Codes>([&](int h) { return _mm256_add_epi8(a.v[h], b.v[h]); });
+}
 /// table[nibble] of every byte; `at` holds the 16 entries twice or more.
 class NibbleTable {
  public:
@@ -132,6 +142,14 @@ Ints top_byte(Codes a, std::uint32_t mask) {
   return both<Ints>([&](int h) {
     const __m256i top = kByte == 3 ? a.v[h] : _mm256_slli_epi32(a.v[h], 24 - 8 * kByte);
     return _mm256_and_si256(_mm256_srai_epi32(top, kShift), _mm256_set1_epi32(static_cast<int>(mask)));
+  });
+}
+/// Bytes 2i and 2i + 1 of the lower half (or the upper) of each 16 bytes: to bytes 1 and 3 of lane i.
+template <bool kUpper>
+Codes unpacked(Codes a) {
+  const __m256i zero = _mm256_setzero_si256();
+  return both<Codes>([&](int h) {
+    return kUpper ? _mm256_unpackhi_epi8(zero, a.v[h]) : _mm256_unpacklo_epi8(zero, a.v[h]);
   });
 }
 /// The high or low half of every lane as bf16.

@@ -63,6 +63,13 @@ inline Rows as_float(Ints a) {
 inline Ints load_bytes_16(const std::byte* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+/// 16 bytes, each in all 4 bytes of its lane.
+inline Codes load_bytes_16_repeated(const std::byte* p) {
+  const __m512i first =
+      _mm512_set_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0, 0x0C0C0C0C, 0x08080808, 0x04040404, 0,
+                       0x0C0C0C0C, 0x08080808, 0x04040404, 0, 0x0C0C0C0C, 0x08080808, 0x04040404, 0);
+  return {_mm512_shuffle_epi8(load_bytes_16(p).v, first)};
+}
 inline Ints load_words_16(const std::byte* p) {
   return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -88,6 +95,9 @@ inline Codes low_nibbles(Codes a) {
 }
 inline Codes high_nibbles(Codes a) {
   return {_mm512_and_si512(_mm512_srli_epi32(a.v, 4), _mm512_set1_epi8(15))};
+}
+inline Codes add_bytes(Codes a, Codes b) {
+  return {_mm512_add_epi8(a.v, b.v)};
 }
 /// table[nibble] of every byte; `at` holds the 16 entries four times.
 class NibbleTable {
@@ -124,6 +134,12 @@ template <int kByte, int kShift>
 Ints top_byte(Codes a, std::uint32_t mask) {
   const __m512i top = kByte == 3 ? a.v : _mm512_slli_epi32(a.v, 24 - 8 * kByte);
   return {_mm512_and_si512(_mm512_srai_epi32(top, kShift), _mm512_set1_epi32(static_cast<int>(mask)))};
+}
+/// Bytes 2i and 2i + 1 of the lower half (or the upper) of each 16 bytes: to bytes 1 and 3 of lane i.
+template <bool kUpper>
+Codes unpacked(Codes a) {
+  const __m512i zero = _mm512_setzero_si512();
+  return {kUpper ? _mm512_unpackhi_epi8(zero, a.v) : _mm512_unpacklo_epi8(zero, a.v)};
 }
 /// The high or low half of every lane as bf16.
 inline Rows high_bf16(Codes a) {
@@ -178,7 +194,7 @@ inline Rows dot2(Rows sum, Codes pair, std::uint32_t x) {
 }
 
 /// 8-bit floats to bf16: two look-ups of 128 entries, for the high and the low byte; the sign is put in
-/// after. Bytes 0 and 2 of a lane become one pair, bytes 1 and 3 the other.
+/// after. Pairs lie as in unpacked().
 struct PairTable {
   __m512i low0, low1, high0, high1;
   explicit PairTable(const std::uint8_t* low, const std::uint8_t* high)
@@ -192,15 +208,18 @@ struct PairTable {
     // look-up | (codes & 0x80)
     const __m512i high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, codes.v, high1), codes.v,
                                                    _mm512_set1_epi8(static_cast<char>(0x80)), 0xF8);
-    // select: from b where the mask is set, else from a
-    const __m512i mask = _mm512_set1_epi16(static_cast<short>(0xFF00));
-    pairs[0].v = _mm512_ternarylogic_epi32(mask, _mm512_slli_epi16(high, 8), low, 0xCA);
-    pairs[1].v = _mm512_ternarylogic_epi32(mask, high, _mm512_srli_epi16(low, 8), 0xCA);
+    pairs[0].v = _mm512_unpacklo_epi8(low, high);
+    pairs[1].v = _mm512_unpackhi_epi8(low, high);
   }
 };
 #endif
 
 #if defined(__AMX_TILE__)
+/// Past the caches; p is aligned.
+inline void stream_rows(float* p, Rows a) {
+  _mm512_stream_ps(p, a.v);
+}
+
 /// 16 rows of 64 bytes in every tile, unless told otherwise.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};

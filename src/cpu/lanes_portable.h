@@ -71,6 +71,10 @@ inline Rows as_float(Ints a) {
 inline Ints load_bytes_16(const std::byte* p) {
   return each<Ints>([&](int r) { return static_cast<std::int32_t>(p[r]); });
 }
+/// 16 bytes, each in all 4 bytes of its lane.
+inline Codes load_bytes_16_repeated(const std::byte* p) {
+  return each<Codes>([&](int r) { return 0x01010101u * static_cast<std::uint32_t>(p[r]); });
+}
 inline Ints load_words_16(const std::byte* p) {
   return each<Ints>([&](int r) { return std::int32_t{load_at<std::uint16_t>(p, r)}; });
 }
@@ -95,6 +99,9 @@ inline Codes low_nibbles(Codes a) {
 }
 inline Codes high_nibbles(Codes a) {
   return each<Codes>([&](int r) { return a.v[r] >> 4 & 0x0F0F0F0F; });
+}
+inline Codes add_bytes(Codes a, Codes b) {  // no sum of two bytes is above 255
+  return each<Codes>([&](int r) { return a.v[r] + b.v[r]; });
 }
 /// table[nibble] of every byte.
 class NibbleTable {
@@ -124,6 +131,14 @@ Ints top_byte(Codes a, std::uint32_t mask) {
   return each<Ints>([&](int r) {
     const auto top = static_cast<std::int32_t>(a.v[r] << (24 - 8 * kByte));
     return static_cast<std::int32_t>(static_cast<std::uint32_t>(top >> kShift) & mask);
+  });
+}
+/// Bytes 2i and 2i + 1 of the lower half (or the upper) of each 16 bytes: to bytes 1 and 3 of lane i.
+template <bool kUpper>
+Codes unpacked(Codes a) {
+  return each<Codes>([&](int r) {
+    const std::uint32_t pair = a.v[r / 4 * 4 + 2 * kUpper + r % 4 / 2] >> (r % 2 * 16);
+    return (pair & 0xFF) << 8 | (pair & 0xFF00) << 16;
   });
 }
 /// The high or low half of every lane as bf16.

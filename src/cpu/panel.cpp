@@ -24,8 +24,6 @@ std::uint32_t lane(Format format, std::uint32_t word) {
     return spread(word & 0xFFFF) | spread(word >> 16) << 4;
   }
   if (format == formats::int8) return word ^ 0x01010101u * static_cast<unsigned>(panel_offset(format));
-  // 8-bit floats become pairs of bf16 by masks and shifts, which take bytes 0 and 2, then 1 and 3.
-  if (format.bits == 8) return (word & 0xFF0000FF) | (word & 0xFF00) << 8 | (word >> 8 & 0xFF00);
   return word;
 }
 
@@ -81,6 +79,10 @@ class PanelPacker {
         if (w_.value == formats::f16) {  // is widened column by column
           std::memcpy(line + 2 * r, word, 2);
           std::memcpy(line + 32 + 2 * r, word + 2, 2);
+        } else if (w_.value.bits == 8 && w_.value.kind == Kind::floating) {  // see unpacked() in lanes
+          std::byte* rows = line + r / 4 * 16 + r % 4 * 2;
+          std::memcpy(rows, word, 2);
+          std::memcpy(rows + 8, word + 2, 2);
         } else {
           std::uint32_t codes = 0;
           std::memcpy(&codes, word, 4);
@@ -108,7 +110,7 @@ class PanelPacker {
       const auto pair = static_cast<std::uint8_t>(matrix_.zero_points[n * layout_.zero_row_bytes + b / 2]);
       panel[shape_.record_at(b) + shape_.zeros_at +
             static_cast<std::size_t>(b % shape_.record * kPanelRows + r)] =
-          static_cast<std::byte>(b % 2 == 0 ? pair & 15 : pair >> 4);
+          static_cast<std::byte>(panel_offset(formats::uint4) - (b % 2 == 0 ? pair & 15 : pair >> 4));
     }
   }
 

@@ -7,8 +7,9 @@
 ///   row scales    [16] f32: channel or tensor scale, or the matrix's second-level scale
 ///   records, each for `record` blocks of k, and padded to 64 bytes after the zero points:
 ///     block scales  [record][16] in the scheme's format, or [record] f32 where a group has 16 rows or more
-///     zero points   [record][16] bytes
-///     values        [record][value_bytes]; how codes lie in a line of 64 bytes: lane() in panel.cpp
+///     zero points   [record][16] bytes: 16 less the zero point, so that they need only be added to a code
+///     values        [record][value_bytes]; how codes lie in a line of 64 bytes: PanelPacker in
+///                   panel.cpp
 /// k is cut into blocks within which all scales, of weights and of activations, are constant; the last one is
 /// filled up with zeros.
 
@@ -25,7 +26,7 @@ inline constexpr std::int64_t kPanelChunk = 256;      ///< columns that are scal
 inline constexpr std::int64_t kLimbColumns = 64;      ///< columns of high limbs, before those of low limbs
 inline constexpr std::int64_t kMostPanelBlock = 128;  ///< columns; divides a chunk
 inline constexpr std::int64_t kLeastPanelBlock = 16;  ///< columns
-inline constexpr std::int64_t kPanelTokens = 64;      ///< the most of one call
+inline constexpr std::int64_t kPanelTokens = 128;     ///< the most of one call
 
 inline constexpr std::int64_t kSlowPrefetch = 8192;  ///< bytes, where multiplying takes longer than reading
 
@@ -42,7 +43,9 @@ struct PanelShape {
   std::size_t zeros_at = 0, values_at = 0;       ///< in a record
   std::size_t row_scale_bytes = 0;               ///< 64, or 0 where there are none
   std::size_t panel_bytes = 0;
-  std::int64_t prefetch = panel_prefetch();  ///< bytes; not part of the layout
+  // Not part of the layout:
+  std::int64_t prefetch = panel_prefetch();  ///< bytes
+  bool write_around = false;                 ///< outputs are 64-byte aligned, and too many for the caches
 
   std::int64_t padded_k() const { return block * blocks; }
   std::size_t bytes() const { return panel_bytes * static_cast<std::size_t>(panels); }
@@ -79,9 +82,8 @@ struct PanelInput {
   const std::byte* codes =
       nullptr;                    ///< [padded_k] in the form's type; limbs2: [padded_k / 64][high, low][64]
   const float* scales = nullptr;  ///< [blocks] or [chunks]
-  const float* block_sums = nullptr;  ///< [blocks] sums of the codes, for zero points
-  const std::int32_t* starts =
-      nullptr;             ///< [blocks] what sums of bytes start with: -panel_offset * block_sums
+  /// [blocks] what sums of bytes start with: -panel_offset times the sum of the block's bytes
+  const std::int32_t* starts = nullptr;
   std::int32_t start = 0;  ///< the sum of all of them
   float row_scale = 1.0f;
 };
@@ -100,9 +102,10 @@ struct PanelKernels {
 
 const PanelKernels& panel_kernels(Isa isa);
 
-/// What is added to codes of a format to make bytes of them (limbs1, limbs2).
+/// What is added to codes of a format to make bytes of them (limbs1, limbs2); to those of uint4, less their
+/// zero points.
 constexpr std::int32_t panel_offset(Format value) {
-  return value.bits == 8 ? 128 : value.is_integer() ? 8 : 12;
+  return value.bits == 8 ? 128 : value == formats::uint4 ? 16 : value.is_integer() ? 8 : 12;
 }
 
 /// Whether multiplying pairs of bf16 is faster here than multiplying f32: on some CPUs it is twice as fast,

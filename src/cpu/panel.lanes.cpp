@@ -38,6 +38,7 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
   for (std::int64_t b = 0, chunk = 0; b < shape.blocks; ++chunk) {
     for (const std::int64_t end = std::min(b + chunk_blocks, shape.blocks); b < end; ++b) {
       blocks.enter(shape);
+      const Codes zeros = blocks.zeros<K>();
       typename K::Sum sums[M][K::kLimbs][chains];
       for (int m = 0; m < M; ++m)
         for (int l = 0; l < K::kLimbs; ++l)
@@ -51,7 +52,7 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
             __builtin_prefetch(ahead.next, 0, 2);
           typename K::Unit units[K::kTimes * K::kUnits];
           for (int t = 0; t < K::kTimes; ++t, blocks.next += V::kBytes)
-            K::decode(values, blocks.next, units + t * K::kUnits);
+            K::decode(values, zeros, blocks.next, units + t * K::kUnits);
           unrolled<M>([&](auto m) __attribute__((always_inline)) {
             unrolled<K::kLimbs>([&](auto l) __attribute__((always_inline)) {
               K::accumulate(sums[m][l], units, inputs[m].codes + at + l * kLimbColumns);
@@ -59,7 +60,6 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
           });
         }
       const Rows scales = block_scales<K::kScale>(blocks.scales);
-      const Rows zeros = K::kZeroPoints ? zero_points(blocks.zeros) : rows(0);
       for (int m = 0; m < M; ++m) {
         typename K::Sum limbs[K::kLimbs];
         for (int l = 0; l < K::kLimbs; ++l)
@@ -69,7 +69,7 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
           sum = limbs[0];
         else
           sum = to_float(K::kLimbs == 2 ? shift_left<8>(limbs[0]) + limbs[1] : limbs[0]);
-        parts[m] = K::add_block(parts[m], sum, scales, zeros, inputs[m], b);
+        parts[m] = K::add_block(parts[m], sum, scales, inputs[m], b);
       }
     }
     if constexpr (K::kInput == InputScale::chunk)
@@ -80,9 +80,9 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
   }
   for (int m = 0; m < M; ++m)
     if constexpr (K::kInput == InputScale::chunk)
-      K::store(shape, panel, inputs[m], totals[m], out + m * stride);
+      store_rows(out + m * stride, K::result(shape, panel, inputs[m], totals[m]));
     else
-      K::store(shape, panel, inputs[m], parts[m], out + m * stride);
+      store_rows(out + m * stride, K::result(shape, panel, inputs[m], parts[m]));
 }
 
 /// One panel by any number of tokens, some at a time. All but the first find it in a cache; each fetches a

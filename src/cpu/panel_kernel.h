@@ -13,11 +13,10 @@ namespace {
 /// What decoded units are multiplied with, and what scales the sums. A unit holds 4 columns in bytes, 2 in
 /// bf16, 1 in f32, and meets 4 bytes of the activations. kShortBlock: columns of a block, if they are few;
 /// else 0.
-template <PanelForm kPanelForm, bool kNarrow, int kShortBlock, bool kHasScales, bool kHasZeros,
-          InputScale kInputScale>
+template <PanelForm kPanelForm, bool kNarrow, int kShortBlock, bool kHasScales, InputScale kInputScale>
 struct Arithmetic {
   static constexpr PanelForm kForm = kPanelForm;
-  static constexpr bool kScaled = kHasScales, kZeroPoints = kHasZeros;
+  static constexpr bool kScaled = kHasScales;
   static constexpr InputScale kInput = kInputScale;
 
   static constexpr bool kBytes = kForm == PanelForm::limbs1 || kForm == PanelForm::limbs2;
@@ -48,8 +47,7 @@ struct Arithmetic {
   using Sum = std::conditional_t<kBytes, Ints, Rows>;
   /// Sums that nothing scales run through the row: of bytes as integers, which start with starts of all
   /// blocks.
-  static constexpr bool kPlain =
-      !kScaled && !kZeroPoints && kInput == InputScale::none && kForm != PanelForm::limbs2;
+  static constexpr bool kPlain = !kScaled && kInput == InputScale::none && kForm != PanelForm::limbs2;
   static constexpr bool kIntegers = kPlain && kBytes;
   using Total = std::conditional_t<kIntegers, Ints, Rows>;
 
@@ -93,11 +91,10 @@ struct Arithmetic {
   }
 
   /// part + the sum of block b, scaled.
-  static Ints add_block(Ints part, Ints sum, Rows, Rows, const PanelInput&, std::int64_t) {
+  static Ints add_block(Ints part, Ints sum, Rows, const PanelInput&, std::int64_t) {
     return part + sum;
   }
-  static Rows add_block(Rows part, Rows sum, Rows scales, Rows zeros, const PanelInput& in, std::int64_t b) {
-    if constexpr (kZeroPoints) sum = multiply_add(zeros, rows(-in.block_sums[b]), sum);
+  static Rows add_block(Rows part, Rows sum, Rows scales, const PanelInput& in, std::int64_t b) {
     if constexpr (kInput == InputScale::block) sum = sum * rows(in.scales[b]);
     if constexpr (!kScaled) return part + sum;
     return multiply_add(sum, scales, part);
@@ -108,12 +105,13 @@ struct Arithmetic {
 template <Format kValue, BlockScale kBlockScale, int kShortBlock, bool kHasZeros, PanelForm kPanelForm,
           InputScale kInputScale>
 struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kShortBlock,
-                           kBlockScale != BlockScale::none, kHasZeros, kInputScale> {
+                           kBlockScale != BlockScale::none, kInputScale> {
   using A = Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kShortBlock,
-                       kBlockScale != BlockScale::none, kHasZeros, kInputScale>;
+                       kBlockScale != BlockScale::none, kInputScale>;
   using V = Values<kValue>;
   using Unit = typename A::Unit;
   static constexpr BlockScale kScale = kBlockScale;
+  static constexpr bool kZeroPoints = kHasZeros;
   /// A step of a stream: dot4s wants more units where it sums them in 16 bits.
   static constexpr int kTimes = A::kBytes && V::kNarrow && !kAnyDot4 ? 2 : 1;
   static constexpr int kStepBytes = kTimes * V::kBytes, kStepColumns = kTimes * V::kColumns;
@@ -128,27 +126,27 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
       !A::kScaled &&
       (A::kBytes ? kValue == formats::int8 : kPanelForm == PanelForm::pairs && kValue == formats::bf16);
 
-  static void decode(const V& values, const std::byte* p, Unit* units) {
+  static void decode(const V& values, Codes zeros, const std::byte* p, Unit* units) {
     if constexpr (A::kBytes) {
       V::to_bytes(p, units);
+      for (int u = 0; kZeroPoints && u < kUnits; ++u) units[u] = add_bytes(units[u], zeros);
     } else if constexpr (kPanelForm == PanelForm::pairs) {
       values.to_pairs(p, units);
     } else {
       const auto columns = [&]<int... kColumn>(std::integer_sequence<int, kColumn...>) {
         ((units[kColumn] = V::template column<kColumn>(p)), ...);
+        if constexpr (kZeroPoints) ((units[kColumn] = units[kColumn] + to_float(byte<0>(zeros))), ...);
       };
       columns(std::make_integer_sequence<int, kUnits>());
     }
   }
 
-  static void store(const PanelShape& shape, const std::byte* panel, const PanelInput& in, Ints total,
-                    float* out) {
-    store(shape, panel, in, to_float(total), out);
+  static Rows result(const PanelShape& shape, const std::byte* panel, const PanelInput& in, Ints total) {
+    return result(shape, panel, in, to_float(total));
   }
-  static void store(const PanelShape& shape, const std::byte* panel, const PanelInput& in, Rows total,
-                    float* out) {
+  static Rows result(const PanelShape& shape, const std::byte* panel, const PanelInput& in, Rows total) {
     const Rows row_scales = shape.row_scale_bytes != 0 ? load_rows(panel) : rows(1);
-    store_rows(out, total * (row_scales * rows(in.row_scale * (V::kFactor * scale_factor(kScale)))));
+    return total * (row_scales * rows(in.row_scale * (V::kFactor * scale_factor(kScale))));
   }
 };
 
@@ -166,16 +164,23 @@ class Blocks {
       in_record_ = 0;
     }
     scales = record_ + static_cast<std::size_t>(in_record_) * shape.scale_bytes;
-    zeros = record_ + shape.zeros_at + in_record_ * kPanelRows;
+    zeros_ = record_ + shape.zeros_at + in_record_ * kPanelRows;
     ++in_record_;
+  }
+  /// What is added to the bytes of the block.
+  template <class K>
+  Codes zeros() const {
+    if constexpr (K::kZeroPoints)
+      return load_bytes_16_repeated(zeros_);
+    else
+      return Codes();
   }
 
   const std::byte* next = nullptr;  // values of the block; who reads them moves it on
   const std::byte* scales = nullptr;
-  const std::byte* zeros = nullptr;
 
  private:
-  const std::byte* record_ = nullptr;
+  const std::byte *record_ = nullptr, *zeros_ = nullptr;
   std::int64_t in_record_ = 0;
 };
 

@@ -21,6 +21,9 @@ PanelForm choose_form(Isa isa, const Scheme& scheme, const Operand& activation) 
   return a != formats::f16 && pairs_are_fast(isa) ? PanelForm::pairs : PanelForm::floats;
 }
 
+/// What caches do not hold.
+constexpr std::int64_t kManyBytes = 64 << 20;
+
 /// Rows of activations as the multiply wants them (PanelInput).
 struct InputRows {
   Operand activation;
@@ -28,7 +31,7 @@ struct InputRows {
   bool by_block = false;  // activations have scales along k
   InputScale scale = InputScale::none;
   Buffer<std::byte> codes;      // [rows] of `row_bytes`
-  Buffer<float> scales, sums;   // [rows, blocks]
+  Buffer<float> scales;         // [rows, blocks]
   Buffer<std::int32_t> starts;  // [rows, blocks]
   Buffer<PanelInput> inputs;    // [rows], of these
   std::int64_t k = 0, block = 0, blocks = 0, row_bytes = 0;
@@ -60,7 +63,6 @@ struct InputRows {
     const std::size_t each = rows * static_cast<std::size_t>(blocks);
     codes = {layout.add<std::byte>(name, rows * static_cast<std::size_t>(row_bytes))};
     scales = {layout.add<float>("input_scales", each)};
-    sums = {layout.add<float>("block_sums", each)};
     starts = {layout.add<std::int32_t>("block_starts", each)};
     inputs = {layout.add<PanelInput>("panel_inputs", rows)};
   }
@@ -83,7 +85,7 @@ struct PanelBuffers : LayerBuffers {
     routed_mid_in = inputs("routed_mid_in", spec.scheme, slots, spec.intermediate);
     row = {layout.add<float>("row", threads * (k + 128))};
     gather = isa == Isa::amx;
-    list = gather ? std::min<std::int64_t>(options.max_tokens, 4 * kPanelTokens) : options.max_tokens;
+    list = gather ? std::min<std::int64_t>(options.max_tokens, kPanelTokens) : options.max_tokens;
     const auto rows = threads * static_cast<std::size_t>(list);
     listed = {layout.add<PanelInput>("listed_inputs", rows)};
     gathered = {
@@ -136,28 +138,26 @@ class PanelThread : LayerThread {
       (act.value == formats::f16 ? inputs_.round_f16 : inputs_.round_bf16)(row_, k);
     std::byte* codes = rows.codes.at(base_) + to * rows.row_bytes;
     float* scales = rows.scales.at(base_) + to * rows.blocks;
-    float* sums = rows.sums.at(base_) + to * rows.blocks;
     std::int32_t* starts = rows.starts.at(base_) + to * rows.blocks;
     PanelInput& in = rows.inputs.at(base_)[to];
-    in = {codes, scales, sums, starts, 0, act.quantized() && !rows.by_block ? scratch_.scales[0] : 1.0f};
+    in = {codes, scales, starts, 0, act.quantized() && !rows.by_block ? scratch_.scales[0] : 1.0f};
     if (rows.by_block) std::copy_n(scratch_.scales, rows.blocks, scales);
     switch (rows.form) {
       case PanelForm::limbs1:
       case PanelForm::limbs2:
-        in.start = to_bytes(rows, codes, scales, sums, starts);
+        in.start = to_bytes(rows, codes, scales, starts);
         return;
       case PanelForm::pairs: {
         const float one = 1.0f, zero = 0.0f;
         return kernels_[formats::bf16].encode(row_, rows.k, rows.k, &one, &zero, codes);
       }
       case PanelForm::floats:
-        return to_floats(rows, codes, scales, sums);
+        return to_floats(rows, codes, scales);
     }
   }
 
   /// Returns the sum of the starts.
-  std::int32_t to_bytes(const InputRows& rows, std::byte* codes, float* scales, float* sums,
-                        std::int32_t* starts) {
+  std::int32_t to_bytes(const InputRows& rows, std::byte* codes, float* scales, std::int32_t* starts) {
     auto* bytes = reinterpret_cast<std::int8_t*>(codes);
     float* units = rows.by_block ? scratch_.zeros : scales;  // of blocks or chunks
     float factor = 1;                                        // of the blocks' scales
@@ -171,23 +171,17 @@ class PanelThread : LayerThread {
     std::int32_t start = 0;
     for (std::int64_t b = 0; b < rows.blocks; ++b) {
       if (rows.by_block) scales[b] *= rows.form == PanelForm::limbs2 ? units[b] : factor;
-      sums[b] = static_cast<float>(starts[b]);
       starts[b] *= -rows.offset;
       start += starts[b];
     }
     return start;
   }
 
-  void to_floats(const InputRows& rows, std::byte* codes, const float* scales, float* sums) {
+  void to_floats(const InputRows& rows, std::byte* codes, const float* scales) {
     auto* out = reinterpret_cast<float*>(codes);
-    for (std::int64_t b = 0; b < rows.blocks; ++b) {
-      float sum = 0;
-      for (std::int64_t i = b * rows.block; i < (b + 1) * rows.block; ++i) {
+    for (std::int64_t b = 0; b < rows.blocks; ++b)
+      for (std::int64_t i = b * rows.block; i < (b + 1) * rows.block; ++i)
         out[i] = rows.by_block ? row_[i] * scales[b] : row_[i];
-        sum += out[i];
-      }
-      sums[b] = sum;
-    }
   }
 
   void code_inputs() {
@@ -272,7 +266,7 @@ class PanelThread : LayerThread {
                pair = apart + static_cast<std::int64_t>(up_shape.panel_bytes);
     const std::int64_t mid_stride = padded(gate.n), calls = (to - from + kPanelTokens - 1) / kPanelTokens;
     // Few tokens: several panels, so that the activation has something to do.
-    constexpr std::int64_t kBatch = 2 * kPanelTokens, kUp = kBatch * kPanelRows;
+    constexpr std::int64_t kBatch = kPanelTokens, kUp = kBatch * kPanelRows;
     const std::int64_t batch = std::max<std::int64_t>(1, kBatch / (to - from)), width = batch * kPanelRows;
     alignas(64) float out[2][kUp];  // [gate, up][tokens, width]
     for (std::int64_t at = begin; at < end; at += batch)
@@ -290,30 +284,34 @@ class PanelThread : LayerThread {
         }
         const std::int64_t first = at * kPanelRows,
                            count = std::min(std::min(at + batch, end) * kPanelRows, gate.n) - first;
-        for (std::int64_t i = 0; i < rows; ++i)
-          activate_row(job, first, count, out[0] + i * width, out[1] + i * width,
-                       job.mid + (token + i) * mid_stride + first);
+        activate_rows(job, first, rows, count, out[0], out[1], width, job.mid + token * mid_stride + first,
+                      mid_stride);
         token += rows;
       }
   }
 
-  void activate_row(const Job& job, std::int64_t first, std::int64_t count, float* gate, float* up,
-                    float* y) const {
-    for (std::int64_t n = 0; job.gate_bias != nullptr && n < count; ++n) {
-      gate[n] += job.gate_bias[first + n];
-      up[n] += job.up_bias[first + n];
-    }
+  /// y [rows, count] = the activation of columns [first, first + count).
+  void activate_rows(const Job& job, std::int64_t first, std::int64_t rows, std::int64_t count, float* gate,
+                     float* up, std::int64_t stride, float* y, std::int64_t y_stride) const {
+    for (std::int64_t i = 0; job.gate_bias != nullptr && i < rows; ++i)
+      for (std::int64_t n = 0; n < count; ++n) {
+        gate[i * stride + n] += job.gate_bias[first + n];
+        up[i * stride + n] += job.up_bias[first + n];
+      }
     const Activation& a = spec_.activation;
     if (a.kind == Activation::Kind::swiglu)
-      return inputs_.swiglu(gate, up, count, a.alpha, a.beta, a.limit, y);
-    for (std::int64_t n = 0; n < count; ++n) y[n] = activate(a, gate[n], up[n]);
+      return inputs_.swiglu(gate, up, stride, rows, count, a.alpha, a.beta, a.limit, y, y_stride);
+    for (std::int64_t i = 0; i < rows; ++i)
+      for (std::int64_t n = 0; n < count; ++n)
+        y[i * y_stride + n] = activate(a, gate[i * stride + n], up[i * stride + n]);
   }
 
   void down() {
     const auto run = [&](const Job& job, std::int64_t begin, std::int64_t end) {
       const PackedMatrix& matrix = job.ffn->down;
       const InputRows& inputs = job.routed ? in_.routed_mid_in : in_.shared_mid_in;
-      const PanelShape shape = tuned_shape(matrix);
+      PanelShape shape = tuned_shape(matrix);
+      shape.write_around = slots_ * hidden_k_ * std::int64_t{sizeof(float)} > kManyBytes;
       const PanelMultiply multiply = kernel(matrix, inputs);
       const auto apart = static_cast<std::int64_t>(shape.panel_bytes);
       for (std::int64_t panel = begin; panel < end; panel += 2) {

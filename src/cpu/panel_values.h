@@ -14,7 +14,7 @@ enum class BlockScale { none, one_f32, f32, bf16, ue8m0, ue4m3 };
 
 /// How a format's codes are multiplied. A step is kBytes of a panel, kColumns columns; it becomes units of 4
 /// columns in bytes (kOffset + code, or + twice the value: kFactor), units of 2 columns in bf16, or columns
-/// in f32.
+/// in f32. Zero points are added to the bytes (panel.h).
 template <Format F>
 struct Values;
 
@@ -70,7 +70,7 @@ struct Values<formats::int8> {
   }
 };
 
-/// 8-bit floats: bytes 0 to 3 of a lane are columns 0, 2, 1, 3.
+/// 8-bit floats: unpacked() gives columns 0 and 1, then 2 and 3.
 template <Format F>
 requires(F.bits == 8 && F.kind == Kind::floating) struct Values<F> {
   static constexpr int kBytes = 64, kColumns = 4;
@@ -96,9 +96,10 @@ requires(F.bits == 8 && F.kind == Kind::floating) struct Values<F> {
   /// bias), subnormals included.
   template <int kColumn>
   static Rows column(const std::byte* p) {
-    constexpr int kByte = kColumn == 1 ? 2 : kColumn == 2 ? 1 : kColumn;
     constexpr bool e4m3 = F == formats::e4m3;
-    const Ints bits = top_byte < kByte, e4m3 ? 4 : 3 > (load_codes(p), e4m3 ? 0x87F00000 : 0x8FE00000);
+    constexpr int kByte = kColumn % 2 * 2 + 1, kShift = e4m3 ? 4 : 3;
+    const Ints bits =
+        top_byte<kByte, kShift>(unpacked<kColumn / 2 != 0>(load_codes(p)), e4m3 ? 0x87F00000 : 0x8FE00000);
     return as_float(bits) * rows(e4m3 ? 0x1p120f : 0x1p112f);
   }
 };
@@ -143,11 +144,6 @@ Rows block_scales(const std::byte* p) {
 }
 constexpr float scale_factor(BlockScale scale) {
   return scale == BlockScale::ue4m3 ? kUe4m3Factor : 1.0f;
-}
-
-/// uint4 zero points.
-inline Rows zero_points(const std::byte* p) {
-  return to_float(load_bytes_16(p) + ints(-panel_offset(formats::uint4)));
 }
 
 }  // namespace
