@@ -112,8 +112,9 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
   using Unit = typename A::Unit;
   static constexpr BlockScale kScale = kBlockScale;
   static constexpr bool kZeroPoints = kHasZeros;
-  /// A step of a stream: dot4s wants more units where it sums them in 16 bits.
-  static constexpr int kTimes = A::kBytes && V::kNarrow && !kAnyDot4 ? 2 : 1;
+  /// A step of a stream: dot4s wants more units where it sums them in 16 bits, and look-ups overlap.
+  static constexpr int kTimes =
+      (A::kBytes && V::kNarrow && !kAnyDot4) || (kPanelForm == PanelForm::pairs && kValue.bits == 8) ? 2 : 1;
   static constexpr int kStepBytes = kTimes * V::kBytes, kStepColumns = kTimes * V::kColumns;
   static constexpr int kUnits = V::kColumns / A::kColumns;  // of V::kBytes
   /// Whether a stream takes longer than memory: then the CPU's own prefetchers fall behind.
