@@ -33,6 +33,14 @@ inline void store_rows(float* p, Rows a) {
   _mm256_storeu_ps(p, a.v[0]);
   _mm256_storeu_ps(p + 8, a.v[1]);
 }
+/// Past the caches; p is aligned. Other threads see it after order_streams().
+inline void stream_rows(float* p, Rows a) {
+  _mm256_stream_ps(p, a.v[0]);
+  _mm256_stream_ps(p + 8, a.v[1]);
+}
+inline void order_streams() {
+  _mm_sfence();
+}
 inline Rows operator+(Rows a, Rows b) {
   return both<Rows>([&](int h) { return _mm256_add_ps(a.v[h], b.v[h]); });
 }

@@ -26,6 +26,13 @@ inline Rows load_rows(const void* p) {
 inline void store_rows(float* p, Rows a) {
   _mm512_storeu_ps(p, a.v);
 }
+/// Past the caches; p is aligned. Other threads see it after order_streams().
+inline void stream_rows(float* p, Rows a) {
+  _mm512_stream_ps(p, a.v);
+}
+inline void order_streams() {
+  _mm_sfence();
+}
 inline Rows operator+(Rows a, Rows b) {
   return {_mm512_add_ps(a.v, b.v)};
 }
@@ -215,11 +222,6 @@ struct PairTable {
 #endif
 
 #if defined(__AMX_TILE__)
-/// Past the caches; p is aligned.
-inline void stream_rows(float* p, Rows a) {
-  _mm512_stream_ps(p, a.v);
-}
-
 /// 16 rows of 64 bytes in every tile, unless told otherwise.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};

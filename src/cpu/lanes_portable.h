@@ -34,6 +34,10 @@ inline Rows load_rows(const void* p) {
 inline void store_rows(float* p, Rows a) {
   std::memcpy(p, a.v, sizeof(a.v));
 }
+inline void stream_rows(float* p, Rows a) {
+  store_rows(p, a);
+}
+inline void order_streams() {}
 inline Rows operator+(Rows a, Rows b) {
   return each<Rows>([&](int r) { return a.v[r] + b.v[r]; });
 }

@@ -33,7 +33,7 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
   for (int m = 0; m < M; ++m) {
     parts[m] = K::first_total(inputs[m]);
     totals[m] = rows(0);
-    __builtin_prefetch(out + m * stride, 1);
+    if (!shape.write_around) __builtin_prefetch(out + m * stride, 1);
   }
   for (std::int64_t b = 0, chunk = 0; b < shape.blocks; ++chunk) {
     for (const std::int64_t end = std::min(b + chunk_blocks, shape.blocks); b < end; ++b) {
@@ -80,9 +80,9 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
   }
   for (int m = 0; m < M; ++m)
     if constexpr (K::kInput == InputScale::chunk)
-      store_rows(out + m * stride, K::result(shape, panel, inputs[m], totals[m]));
+      write(shape, out + m * stride, K::result(shape, panel, inputs[m], totals[m]));
     else
-      store_rows(out + m * stride, K::result(shape, panel, inputs[m], parts[m]));
+      write(shape, out + m * stride, K::result(shape, panel, inputs[m], parts[m]));
 }
 
 /// One panel by any number of tokens, some at a time. All but the first find it in a cache; each fetches a
@@ -117,6 +117,7 @@ void multiply(const PanelShape& shape, const std::byte* first, std::int64_t apar
                                     : Ahead{at + (K::slow(tokens) ? kSlowPrefetch : shape.prefetch), 64};
       streams<K>(shape, at, ahead, inputs, tokens, out + panel * out_apart, stride);
     }
+  if (shape.write_around) order_streams();
 }
 
 constexpr BlockScale block_scale(const Operand& w, bool foreign) {

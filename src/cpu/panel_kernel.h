@@ -151,6 +151,13 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
   }
 };
 
+inline void write(const PanelShape& shape, float* out, Rows y) {
+  if (shape.write_around)
+    stream_rows(out, y);
+  else
+    store_rows(out, y);
+}
+
 /// Walks the blocks of one panel.
 class Blocks {
  public:

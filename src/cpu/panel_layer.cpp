@@ -21,8 +21,8 @@ PanelForm choose_form(Isa isa, const Scheme& scheme, const Operand& activation) 
   return a != formats::f16 && pairs_are_fast(isa) ? PanelForm::pairs : PanelForm::floats;
 }
 
-/// What caches do not hold.
-constexpr std::int64_t kManyBytes = 64 << 20;
+/// More than a core's own caches hold.
+constexpr std::int64_t kManyBytes = 1 << 20;
 
 /// Rows of activations as the multiply wants them (PanelInput).
 struct InputRows {
@@ -311,7 +311,8 @@ class PanelThread : LayerThread {
       const PackedMatrix& matrix = job.ffn->down;
       const InputRows& inputs = job.routed ? in_.routed_mid_in : in_.shared_mid_in;
       PanelShape shape = tuned_shape(matrix);
-      shape.write_around = slots_ * hidden_k_ * std::int64_t{sizeof(float)} > kManyBytes;
+      shape.write_around =
+          job.down_bias == nullptr && slots_ * hidden_k_ * std::int64_t{sizeof(float)} > kManyBytes;
       const PanelMultiply multiply = kernel(matrix, inputs);
       const auto apart = static_cast<std::int64_t>(shape.panel_bytes);
       for (std::int64_t panel = begin; panel < end; panel += 2) {

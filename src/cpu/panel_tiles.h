@@ -280,7 +280,7 @@ void by_tiles(Tiles& tiles, const PanelShape& shape, const std::byte* first, std
   for (std::int64_t t = 0; t < tokens; ++t)
     for (int p = 0; p < kPanels; ++p) {
       const Rows y = K::result(shape, first + p * apart, inputs[t], load_total<A>(totals[t][p]));
-      (shape.write_around ? stream_rows : store_rows)(out + t * stride + p * out_apart, y);
+      write(shape, out + t * stride + p * out_apart, y);
     }
 }
 
@@ -295,7 +295,7 @@ void by_tiles(const PanelShape& shape, const std::byte* first, std::int64_t apar
     by_tiles<K>(tiles, shape, first + panel * apart, alone ? 0 : apart, inputs, tokens,
                 out + panel * out_apart, stride, alone ? 0 : out_apart);
   }
-  if (shape.write_around) _mm_sfence();  // such stores are not ordered by what threads do later
+  if (shape.write_around) order_streams();
 }
 
 }  // namespace
