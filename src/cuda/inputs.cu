@@ -1,3 +1,4 @@
+#include "cuda/encode.cuh"
 #include "cuda/inputs.h"
 #include "cuda/launch.cuh"
 #include "format/scale_rule.h"
@@ -12,20 +13,34 @@ struct Row {
   const InputArgs& args;
   std::int64_t row, from;  // of the result, of x
 
-  __device__ Row(const InputArgs& a, std::int64_t i)
-      : args(a), row(i), from(a.gather == nullptr ? i : a.gather[i] / a.gather_divisor) {}
+  __device__ Row(const InputArgs& a, std::int64_t i) : args(a), row(i), from(i / a.divisor) {}
 
   /// Numbers k .. k + 3; those from K on are 0.
-  __device__ void load(std::int64_t k, float (&x)[kPerLane]) const {
-    for (int i = 0; i < kPerLane; ++i) x[i] = k + i < args.x.cols ? load(k + i) : 0.0f;
+  __device__ __forceinline__ void load(std::int64_t k, float (&x)[kPerLane]) const {
+    const std::int64_t at = from * args.x.cols + k;
+    if (args.x.cols % kPerLane != 0 || reinterpret_cast<std::uintptr_t>(args.x.data) % 16 != 0) {
+      for (int i = 0; i < kPerLane; ++i) x[i] = k + i < args.x.cols ? load(k + i) : 0.0f;
+    } else if (k >= args.x.cols) {
+      for (float& number : x) number = 0;
+    } else if (args.x.dtype == DType::f32) {
+      *reinterpret_cast<float4*>(x) =
+          *reinterpret_cast<const float4*>(static_cast<const float*>(args.x.data) + at);
+    } else {
+      const auto codes =
+          *reinterpret_cast<const ushort4*>(static_cast<const std::uint16_t*>(args.x.data) + at);
+      const std::uint32_t each[kPerLane] = {codes.x, codes.y, codes.z, codes.w};
+      for (int i = 0; i < kPerLane; ++i) x[i] = decode_16bit(each[i]);
+    }
   }
 
  private:
   __device__ float load(std::int64_t k) const {
     const std::int64_t at = from * args.x.cols + k;
     if (args.x.dtype == DType::f32) return static_cast<const float*>(args.x.data)[at];
-    const std::uint16_t code = static_cast<const std::uint16_t*>(args.x.data)[at];
-    return args.x.dtype == DType::bf16 ? decode<formats::bf16>(code) : decode<formats::f16>(code);
+    return decode_16bit(static_cast<const std::uint16_t*>(args.x.data)[at]);
+  }
+  __device__ __forceinline__ float decode_16bit(std::uint32_t code) const {
+    return args.x.dtype == DType::bf16 ? __uint_as_float(code << 16) : decode<formats::f16>(code);
   }
 };
 
@@ -51,17 +66,18 @@ __device__ float max_over_block(float x) {
 }
 __device__ float row_amax(const Row& row) {
   float amax = 0;
+#pragma unroll 4
   for (std::int64_t k = threadIdx.x * kPerLane; k < row.args.x.cols; k += kThreads * kPerLane) {
-    float x[kPerLane];
+    alignas(16) float x[kPerLane];
     row.load(k, x);
     amax = fmaxf(amax, amax_of(x));
   }
   return max_over_block(amax);
 }
 
-/// Slots of ids that no expert has, have no position.
 __device__ bool is_there(const InputArgs& args, std::int64_t row) {
-  return args.row_count == nullptr || row < *args.row_count;
+  return args.ids == nullptr ||
+         static_cast<std::uint32_t>(args.ids[row]) < static_cast<std::uint32_t>(args.experts);
 }
 
 __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
@@ -83,7 +99,7 @@ __device__ RowScales scales_of(const Row& row) {
   RowScales scales;
   if constexpr (!has_row_scales(a)) return scales;
   if ((a.group.n == 0 || a.tensor_scale.stored()) && args.static_scales != nullptr) {
-    scales.two_level = args.static_scales[args.experts[args.slots[row.row]]];
+    scales.two_level = args.static_scales[args.ids[row.row]];
     scales.whole = scales.two_level.apply(1.0f);
     return scales;
   }
@@ -121,6 +137,17 @@ __device__ GroupFactors group_factors(const RowScales& row, float amax) {
   }
 }
 
+/// The value of x's code.
+template <Format F>
+__device__ __forceinline__ float round_fast(float x) {
+  if constexpr (F == formats::e4m3) {
+    if (fabsf(x) < 0x1p60f) return decode_e4m3(encode_pair<F>(x, 0) & 0xff);
+  } else if constexpr (F == formats::int8) {
+    if (fabsf(x) < 0x1p60f) return static_cast<float>(static_cast<std::int32_t>(encode_int8(x)));
+  }
+  return round_to<F>(x);
+}
+
 /// x as its operand has it: the value of its code, in 16 bits.
 template <class Activation>
 __device__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
@@ -129,7 +156,7 @@ __device__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
     return encode<value>(x);
   } else {
     const float scaled = x / (factors.divisor > 0 ? factors.divisor : __int_as_float(0x7f800000));
-    return encode<formats::bf16>(round_to<value>(scaled) * factors.fold);
+    return encode<formats::bf16>(round_fast<value>(scaled) * factors.fold);
   }
 }
 
@@ -145,9 +172,10 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   if (threadIdx.x == 0 && with_row_scales) args.row_scales[row.row] = scales.whole;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 4
   for (std::int64_t record = warp; record < args.stride / kRecordColumns; record += kThreads / 32) {
     const std::int64_t k = record * kRecordColumns + lane * kPerLane;
-    float x[kPerLane];
+    alignas(16) float x[kPerLane];
     row.load(k, x);
     constexpr int group = a.group.k == 0 ? kRecordColumns : a.group.k;
     const GroupFactors factors = group_factors<Activation>(scales, max_over(amax_of(x), group / kPerLane));

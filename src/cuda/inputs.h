@@ -14,17 +14,14 @@
 namespace gatefold::cuda {
 
 struct InputArgs {
-  Operand activation;  ///< what rows are rounded to (effective_activation)
-  MatrixView x;        ///< [.., k]; rows: of the result
-  /// Row i comes from row gather[i] / gather_divisor of x; nullptr: i.
-  const std::int32_t* gather = nullptr;
-  std::int32_t gather_divisor = 1;
-  /// The static scale of row i is static_scales[experts[slots[i]]]; nullptr: scales are dynamic.
-  const TensorScale* static_scales = nullptr;
-  const std::int32_t* experts = nullptr;
-  const std::int32_t* slots = nullptr;
-  const std::int32_t* row_count = nullptr;  ///< [1], of rows by position: those behind are not there
-  float* amax = nullptr;                    ///< [rows], for dynamic scales per tensor
+  Operand activation;        ///< what rows are rounded to (effective_activation)
+  MatrixView x;              ///< [.., k]; rows: of the result
+  std::int32_t divisor = 1;  ///< row i comes from row i / divisor of x
+  /// [rows], where rows are slots: those of ids that no expert has are not there.
+  const std::int32_t* ids = nullptr;
+  std::int32_t experts = 0;
+  const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic
+  float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;

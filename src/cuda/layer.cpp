@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "cuda/inputs.h"
 #include "cuda/moe_gemm.h"
 #include "cuda/routing.h"
@@ -51,19 +54,15 @@ struct InputBuffers {
 struct FfnBuffers {
   SchemeId scheme = SchemeId::bf16;
   std::int64_t intermediate = 0;
-  Buffer<Item> items;
-  Buffer<std::int32_t> item_count;
   InputBuffers in, mid;
   Buffer<float> mid_sums;  // [rows, I], if the intermediate is quantized by a kernel of its own
   Buffer<float> out;       // [rows, H]
 
   FfnBuffers() = default;
   FfnBuffers(SchemeId id, const MoeSpec& spec, const PlanOptions& options, std::int64_t width,
-             std::size_t most_items, std::size_t in_rows, std::size_t rows, WorkspaceLayout& layout)
+             std::size_t in_rows, std::size_t rows, WorkspaceLayout& layout)
       : scheme(id), intermediate(width) {
     const Operand activation = effective_activation(id, spec, options);
-    items = {layout.add<Item>("items", most_items)};
-    item_count = {layout.add<std::int32_t>("item_count", 1)};
     in = InputBuffers("inputs", activation, in_rows, spec.hidden, layout);
     mid = InputBuffers("intermediate", activation, rows, width, layout);
     mid_sums = {layout.add<float>("unrounded_mid",
@@ -76,6 +75,8 @@ struct LayerBuffers {
   Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, active_experts, active_count,
       route_scratch;
   Buffer<float> topk_weights, logits;
+  Buffer<Item> items;
+  Buffer<std::int32_t> item_count;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
 
@@ -96,12 +97,13 @@ struct LayerBuffers {
         layout.add<std::int32_t>("route_scratch", route_scratch_words(options.max_tokens, spec.experts))};
     logits = {layout.add<float>("router_logits", tokens * experts)};
     // An item more than full ones for each expert that has slots.
-    routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate,
-                        std::min(experts, slots) + slots / kTileTokens, may_be_static ? slots : tokens, slots,
+    items = {layout.add<Item>("items", std::min(experts, slots) + slots / kTileTokens)};
+    item_count = {layout.add<std::int32_t>("item_count", 1)};
+    routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
                         layout);
     if (spec.shared.intermediate != 0)
-      shared = FfnBuffers(spec.shared.scheme, spec, options, spec.shared.intermediate,
-                          tokens / kTileTokens + 1, tokens, tokens, layout);
+      shared =
+          FfnBuffers(spec.shared.scheme, spec, options, spec.shared.intermediate, tokens, tokens, layout);
   }
 };
 
@@ -120,42 +122,36 @@ class LayerRun {
         slots_(tokens_ * call.spec.top_k) {}
 
   Status run() {
-    const bool shared = spec_.shared.intermediate != 0;
     const bool per_slot = b_.may_be_static && state_.static_input_scales;
     route();
     give_routing();
     const GemmKernel gate_up = find(b_.routed, weights_.gate_up), down = find(b_.routed, weights_.down);
-    if (!whole_experts(gate_up) || shared) launched(cut_items(gate_up), "cut tokens into items");
+    if (!few()) launched(cut_items(gate_up), "cut tokens into items");
 
-    GemmArgs first = gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, whole_experts(gate_up));
+    GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up));
+    first.bias = weights_.gate_bias;
+    first.up_bias = weights_.up_bias;
+    if (!per_slot) first.inputs.slots_of_row = spec_.top_k;
     if (takes_hidden_states(b_.routed.in)) {
       first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
-      // No kernel came between the one that wrote the items and this multiply.
-      first.items_are_old = false;
+      // The kernel before may have written the ids or the items.
+      first.routed_early = false;
     } else {
       InputArgs in = rows(b_.routed.in, call_.inputs.hidden, per_slot ? slots_ : tokens_);
       if (per_slot) {
-        in.gather = in.slots = b_.sorted_slots.at(base_);
-        in.gather_divisor = spec_.top_k;
-        in.experts = b_.topk_ids.at(base_);
+        of_slots(in);
+        in.divisor = spec_.top_k;
         in.static_scales = weights_.input_scales;
-        in.row_count = b_.expert_offsets.at(base_) + spec_.experts;
       }
       launched(launch_inputs(in, stream_), "round inputs");
     }
-    if (!per_slot) {
-      first.inputs.slots = b_.sorted_slots.at(base_);
-      first.inputs.top_k = spec_.top_k;
-    }
-    first.bias = weights_.gate_bias;
-    first.up_bias = weights_.up_bias;
-    launched(launch_gemm(gate_up, first, blocks(), stream_), "multiply by gate and up");
+    launched(launch_gemm(gate_up, first, multiprocessors(), stream_), "multiply by gate and up");
     round_mid(b_.routed, slots_, per_slot);
-    GemmArgs second = gemm(b_.routed, weights_.down, GemmKind::down, whole_experts(gate_up));
+    GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down));
     second.bias = weights_.down_bias;
-    launched(launch_gemm(down, second, blocks(), stream_), "multiply by down");
+    launched(launch_gemm(down, second, multiprocessors(), stream_), "multiply by down");
 
-    if (shared) run_shared();
+    if (spec_.shared.intermediate != 0) run_shared();
     launched(combine(), "add slots up");
     return status_;
   }
@@ -164,15 +160,23 @@ class LayerRun {
   void launched(cudaError_t error, std::string_view what) {
     if (status_.ok()) status_ = check(error, what);
   }
-  int blocks() const { return weights_.device().multiprocessors; }
+  int multiprocessors() const { return weights_.device().multiprocessors; }
 
-  GemmKernel find(const FfnBuffers& ffn, const DeviceMatrices& m) const {
-    return find_gemm(ffn.scheme, m.wide, input_kind(ffn.in.activation), tokens_ <= kTileTokens);
+  /// Whether thread blocks of the multiplies find the experts of slots themselves.
+  bool few() const { return slots_ <= kFewSlots && spec_.experts <= kFewExperts; }
+  /// Of each slot, as given or as routed.
+  const std::int32_t* ids() const {
+    return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_ids : b_.topk_ids.at(base_);
+  }
+  const float* slot_weights() const {
+    return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_weights : b_.topk_weights.at(base_);
   }
 
-  /// Whether an item takes all slots of any expert. Ids that are given may name one more than once.
-  bool whole_experts(const GemmKernel& kernel) const {
-    return (call_.inputs.topk_ids == nullptr ? tokens_ : slots_) <= kernel.tokens;
+  /// For as many tokens as most experts have, if all are equally likely.
+  GemmKernel find(const FfnBuffers& ffn, const DeviceMatrices& m) const {
+    const double mean = &ffn == &b_.routed ? static_cast<double>(slots_) / spec_.experts : tokens_;
+    const double most = std::min<double>(tokens_, mean + 2.8 * std::sqrt(mean));
+    return find_gemm(ffn.scheme, m.wide, input_kind(ffn.in.activation), static_cast<int>(most));
   }
 
   /// Whether the multiply can read the hidden states as they are.
@@ -187,6 +191,7 @@ class LayerRun {
   void route() {
     const MoeInputs& in = call_.inputs;
     const float* logits = in.router_logits;
+    if (in.topk_ids != nullptr && few()) return;
     if (in.topk_ids == nullptr && logits == nullptr) {
       launched(launch_router_logits({.tokens = tokens_,
                                      .experts = spec_.experts,
@@ -230,24 +235,24 @@ class LayerRun {
           cudaMemcpyAsync(to, from, static_cast<std::size_t>(slots_) * 4, cudaMemcpyDeviceToDevice, stream_),
           "copy the routing");
     };
-    give(call_.outputs.topk_ids, b_.topk_ids.at(base_));
-    give(call_.outputs.topk_weights, b_.topk_weights.at(base_));
+    give(call_.outputs.topk_ids, ids());
+    give(call_.outputs.topk_weights, slot_weights());
   }
 
-  cudaError_t cut_items(const GemmKernel& routed) {
-    ItemArgs args{.active_experts = b_.active_experts.at(base_),
-                  .active_count = b_.active_count.at(base_),
-                  .expert_offsets = b_.expert_offsets.at(base_),
-                  .items = b_.routed.items.at(base_),
-                  .item_count = b_.routed.item_count.at(base_),
-                  .tokens = routed.tokens};
-    if (spec_.shared.intermediate != 0) {
-      args.shared_items = b_.shared.items.at(base_);
-      args.shared_item_count = b_.shared.item_count.at(base_);
-      args.shared_tokens = find(b_.shared, weights_.shared_gate_up).tokens;
-      args.all_tokens = tokens_;
-    }
-    return launch_items(args, stream_);
+  cudaError_t cut_items(const GemmKernel& kernel) {
+    return launch_items({.active_experts = b_.active_experts.at(base_),
+                         .active_count = b_.active_count.at(base_),
+                         .expert_offsets = b_.expert_offsets.at(base_),
+                         .items = b_.items.at(base_),
+                         .item_count = b_.item_count.at(base_),
+                         .tokens = kernel.tokens},
+                        stream_);
+  }
+
+  /// For rows that are slots.
+  void of_slots(InputArgs& args) const {
+    args.ids = ids();
+    args.experts = spec_.experts;
   }
 
   InputArgs rows(const InputBuffers& to, const MatrixView& x, std::int64_t count) const {
@@ -261,8 +266,8 @@ class LayerRun {
     return args;
   }
 
-  /// Without inputs.slots and biases.
-  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind, bool all_of_an_expert) const {
+  /// A multiply of all rows by one expert, without biases.
+  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind) const {
     const bool down = kind == GemmKind::down;
     const std::int64_t n = down ? spec_.hidden : ffn.intermediate, k = down ? ffn.intermediate : spec_.hidden;
     const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme).weight, m.wide), n, k, down ? 1 : 2);
@@ -271,18 +276,11 @@ class LayerRun {
                   .groups = static_cast<std::int32_t>(shape.units / kGroupUnits),
                   .steps = static_cast<std::int32_t>(shape.records),
                   .rows = static_cast<std::int32_t>(n),
+                  .slots = tokens_,
                   .inputs = (down ? ffn.mid : ffn.in).gemm(base_),
-                  .items = ffn.items.at(base_),
-                  .item_count = ffn.item_count.at(base_),
-                  .items_are_old = true,
+                  .routed_early = true,
                   .kind = kind,
                   .activation = spec_.activation};
-    if (all_of_an_expert) {
-      args.items = nullptr;
-      args.active_experts = b_.active_experts.at(base_);
-      args.expert_offsets = b_.expert_offsets.at(base_);
-      args.item_count = b_.active_count.at(base_);
-    }
     const Operand& a = ffn.mid.activation;
     if (down) {
       args.out = ffn.out.at(base_);
@@ -298,15 +296,25 @@ class LayerRun {
     return args;
   }
 
+  /// The same, of routed slots by their experts.
+  GemmArgs routed(GemmArgs args) const {
+    args.experts = spec_.experts;
+    args.slots = slots_;
+    if (few()) {
+      args.ids = ids();
+    } else {
+      args.items = b_.items.at(base_);
+      args.item_count = b_.item_count.at(base_);
+      args.sorted_slots = b_.sorted_slots.at(base_);
+    }
+    return args;
+  }
+
   void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static) {
     if (!ffn.mid.activation.quantized()) return;
     InputArgs mid = rows(ffn.mid, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
-    if (&ffn == &b_.routed) mid.row_count = b_.expert_offsets.at(base_) + spec_.experts;
-    if (with_static) {
-      mid.slots = b_.sorted_slots.at(base_);
-      mid.experts = b_.topk_ids.at(base_);
-      mid.static_scales = weights_.mid_scales;
-    }
+    if (&ffn == &b_.routed) of_slots(mid);
+    if (with_static) mid.static_scales = weights_.mid_scales;
     launched(launch_inputs(mid, stream_), "round the intermediate");
   }
 
@@ -314,11 +322,11 @@ class LayerRun {
     const FfnBuffers& ffn = b_.shared;
     launched(launch_inputs(rows(ffn.in, call_.inputs.hidden, tokens_), stream_), "round shared inputs");
     launched(launch_gemm(find(ffn, weights_.shared_gate_up),
-                         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, false), blocks(), stream_),
+                         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up), multiprocessors(), stream_),
              "multiply by the shared gate and up");
     round_mid(ffn, tokens_, false);
-    launched(launch_gemm(find(ffn, weights_.shared_down),
-                         gemm(ffn, weights_.shared_down, GemmKind::down, false), blocks(), stream_),
+    launched(launch_gemm(find(ffn, weights_.shared_down), gemm(ffn, weights_.shared_down, GemmKind::down),
+                         multiprocessors(), stream_),
              "multiply by the shared down");
   }
 
@@ -326,9 +334,10 @@ class LayerRun {
     return launch_combine({.tokens = tokens_,
                            .hidden = spec_.hidden,
                            .top_k = spec_.top_k,
+                           .experts = spec_.experts,
                            .slots = b_.routed.out.at(base_),
-                           .position = b_.slot_position.at(base_),
-                           .weights = b_.topk_weights.at(base_),
+                           .ids = ids(),
+                           .weights = slot_weights(),
                            .shared = spec_.shared.intermediate != 0 ? b_.shared.out.at(base_) : nullptr,
                            .shared_gate = weights_.shared_gate,
                            .x = call_.inputs.hidden,

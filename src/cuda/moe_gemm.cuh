@@ -2,41 +2,39 @@
 /// \file
 /// The kernel of moe_gemm.h. Weights are the A operand of m16n8k16 multiplies, tokens the B operand.
 ///
-/// A step is the records of the same 128 columns of a group of units (packed.h). All steps of all groups of
-/// all items form one sequence. Each thread block takes an equal run of whole groups, each of its warps an
-/// equal run of the block's steps: a stream of memory that it copies through a ring of its own, decodes and
-/// multiplies, without meeting the others. A group whose steps several warps have is added up, in the order
-/// of k, by the warp that has its first ones.
+/// Thread blocks stay, each with an equal run of groups of units; moe_gemm_ring.cuh says how it is cut and
+/// comes to shared memory. A warp decodes and multiplies its step of each stage; at the end of a round, warps
+/// that share a group add up their sums.
 
 #include "cuda/moe_gemm_finish.cuh"
-#include "cuda/moe_gemm_ring.cuh"
+#include "cuda/moe_gemm_items.cuh"
 
 namespace gatefold::cuda {
 
-/// The tokens of an item, as this lane needs them: as columns lane / 4 of B, and 2 (lane % 4) and + 1 of the
-/// sums.
-template <class T>
+/// A step's activations in shared memory, as this lane needs them: column lane / 4 of B.
 struct Columns {
-  Item item{};
-  const std::uint16_t* rows[T::tiles];  // those that the item lacks are its last one, and are not used
+  const std::byte* rows;
+  int stride, count, lane;  ///< tokens that the item lacks are its last one, and are not used
+
+  __device__ __forceinline__ uint4 load(int tile, int block) const {
+    const int token = min(tile * kTileTokens + lane / 4, count - 1);
+    return *reinterpret_cast<const uint4*>(rows + token * stride + block * 64 + lane % 4 * 16);
+  }
+};
+
+/// The scales of an item's tokens 2 (lane % 4) and + 1 of each tile, where they belong to records.
+template <class T>
+struct ColumnScales {
   const float* scales[T::record_scales ? T::tiles : 1][2];
 
-  __device__ void set(const GemmArgs& args, int index, int lane) {
-    item = item_at(args, index);
+  __device__ void set(const GemmArgs& args, const Items& items, const Stage& stage, int lane) {
     const GemmInputs& in = args.inputs;
-#pragma unroll
-    for (int t = 0; t < T::tiles; ++t) {
-      const int column = min(t * kTileTokens + lane / 4, item.count - 1);
-      rows[t] = in.rows + input_row(in, item.first + column) * in.stride + lane % 4 * 8;
-      if constexpr (T::record_scales)
-        for (int c = 0; c < 2; ++c) {
-          const int token = min(t * kTileTokens + lane % 4 * 2 + c, item.count - 1);
-          scales[t][c] = in.record_scales + input_row(in, item.first + token) * (in.stride / kRecordColumns);
-        }
-    }
-  }
-  __device__ uint4 load(int tile, int column) const {
-    return *reinterpret_cast<const uint4*>(rows[tile] + column);
+    for (int t = 0; t < T::tiles; ++t)
+      for (int c = 0; c < 2; ++c) {
+        const int token = min(t * kTileTokens + lane % 4 * 2 + c, stage.count - 1);
+        const std::int64_t row = items.slot(stage.first + token) / in.slots_of_row;
+        scales[t][c] = in.record_scales + row * (in.stride / kRecordColumns);
+      }
   }
 };
 
@@ -134,120 +132,109 @@ __device__ __forceinline__ void multiply_columns(const Pair (&a)[4], Pair b0, Pa
   }
 }
 
-/// The activations of a step, of one tile: loaded a step ahead, as they may have to come from L2.
-using Ahead = uint4[kRecordColumns / 32];
-
-/// Step `index` of a group of units by all tokens of the item; then `ahead` is of step `next`.
-template <class T>
-__device__ __forceinline__ void multiply_step(const std::byte* step, int index, int next,
-                                              const Columns<T>& columns, int lane, Ahead& ahead,
-                                              Sums<T>& sums) {
+/// A step of a group of units by kTiles tiles of tokens.
+template <class T, int kTiles>
+__device__ __forceinline__ void multiply_step(const std::byte* step, const Columns& columns,
+                                              const float (&x_scales)[T::tiles][2], Sums<T>& sums) {
   constexpr PackedFormat P = T::P;
   constexpr int per_row = P.value.bits / 4;  // words of 8 codes
-  float x_scales[T::tiles][2];
-  if constexpr (T::record_scales)
-    for (int t = 0; t < T::tiles; ++t)
-      for (int c = 0; c < 2; ++c) x_scales[t][c] = columns.scales[t][c][index];
-
+  const int lane = columns.lane;
   const RecordScales<P> scales[kGroupUnits] = {{step, lane / 4}, {step + T::record_bytes, lane / 4}};
   // Codes are read ahead of what needs them by as many blocks of 32 columns as registers have room for.
-  constexpr int kAhead = T::tiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
+  constexpr int kAhead = kTiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
   Sums<T> parts = {};  // of a group of columns
 #pragma unroll
   for (int half = 0; half < kRecordColumns / 32 / kAhead; ++half) {
     Codes<kLines> codes[kGroupUnits];
-    uint4 x[kAhead][T::tiles];
 #pragma unroll
     for (int unit = 0; unit < kGroupUnits; ++unit)
       codes[unit].load(step + unit * T::record_bytes + half * kLines * kLineBytes, lane);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
+    for (int i = 0; i < kAhead; ++i) {
+      const int block = half * kAhead + i;
+      Pair rows[kGroupUnits][2][4];  // 8 columns of rows lane / 4 and + 8
 #pragma unroll
-      for (int t = 0; t < T::tiles; ++t) {
-        const int block = half * kAhead + i;
-        if constexpr (T::tiles == 1) {
-          x[i][t] = ahead[block];
-          ahead[block] = columns.load(0, next * kRecordColumns + block * 32);
-        } else if (t == 0 || t * kTileTokens < columns.item.count) {
-          x[i][t] = columns.load(t, index * kRecordColumns + block * 32);
-        }
-      }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-#pragma unroll
-      for (int unit = 0; unit < kGroupUnits; ++unit) {
-        const int block = half * kAhead + i;
-        Pair rows[2][4];  // 8 columns of rows lane / 4 and + 8
+      for (int unit = 0; unit < kGroupUnits; ++unit)
         for (int r = 0; r < 2; ++r)
           decode8<P, T::M>(codes[unit].words + (2 * i + r) * per_row,
-                           scales[unit].template term<T::M>(block, lane % 4, r), rows[r]);
+                           scales[unit].template term<T::M>(block, lane % 4, r), rows[unit][r]);
 #pragma unroll
-        for (int t = 0; t < T::tiles; ++t) {
-          if (t > 0 && t * kTileTokens >= columns.item.count) break;
+      for (int t = 0; t < kTiles; ++t) {
+        const uint4 x = columns.load(t, block);
+#pragma unroll
+        for (int unit = 0; unit < kGroupUnits; ++unit) {
+          const auto& [low, high] = rows[unit];
           float(&to)[4] = T::scaled_groups ? parts[unit][t] : sums[unit][t];
-          multiply_columns<T>({rows[0][0], rows[1][0], rows[0][1], rows[1][1]}, x[i][t].x, x[i][t].y, to);
-          multiply_columns<T>({rows[0][2], rows[1][2], rows[0][3], rows[1][3]}, x[i][t].z, x[i][t].w, to);
+          multiply_columns<T>({low[0], high[0], low[1], high[1]}, x.x, x.y, to);
+          multiply_columns<T>({low[2], high[2], low[3], high[3]}, x.z, x.w, to);
           if constexpr (T::scaled_groups)
             if ((block + 1) * 32 % P.group == 0)
               add_group<T>(scales[unit], block * 32 / P.group, x_scales[t], sums[unit][t], parts[unit][t]);
         }
       }
+    }
+  }
+}
+
+/// Multiplies what comes; by the other warps.
+template <class T>
+__device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Items& items, RingState<T>& ring,
+                                                std::byte* memory) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Sums<T> sums = {};
+  ColumnScales<T> column_scales;
+  for (Place<T> place;; place.advance()) {
+    wait_barrier(ring.full + place.index, place.parity);
+    const Stage stage = ring.stages[place.index];
+    if (stage.groups == 0) return;
+    std::byte* weights = memory + place.index * T::stage_bytes;
+    const int row = stage.row(warp), slice = stage.slice(warp), step = stage.step + slice;
+    if (row < stage.groups && step < args.steps) {
+      float x_scales[T::tiles][2];
+      if constexpr (T::record_scales) {
+        if (stage.step == 0) column_scales.set(args, items, stage, lane);
+        for (int t = 0; t < T::tiles; ++t)
+          for (int c = 0; c < 2; ++c) x_scales[t][c] = column_scales.scales[t][c][step];
+      }
+      const Columns columns = {weights + T::weight_bytes + slice * kRecordColumns * 2,
+                               T::input_stride(stage.slices), stage.count, lane};
+      // Without branches inside, loads of one tile overlap with multiplies of another.
+      const std::byte* own = weights + warp * T::step_bytes;
+      if (constexpr int most = T::tiles; most == 1 || stage.count > most / 2 * kTileTokens)
+        multiply_step<T, most>(own, columns, x_scales, sums);
+      else
+        multiply_step<T, (most + 1) / 2>(own, columns, x_scales, sums);
+    }
+    const bool sums_in_ring = stage.last && stage.slices > 1;
+    if (!sums_in_ring) ring.release(place);
+    if (stage.last) finish_round<T>(args, items, stage, warp, lane, sums, reinterpret_cast<float4*>(weights));
+    if (sums_in_ring) ring.release(place);
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::warps * 32, 1) moe_gemm(const __grid_constant__ GemmArgs args) {
+__global__ void __launch_bounds__(T::bounds, T::per_core) moe_gemm(const __grid_constant__ GemmArgs args) {
   extern __shared__ uint4 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto* partials = reinterpret_cast<float*>(shared);
-  std::byte* rings = reinterpret_cast<std::byte*>(shared) + T::warps * T::partial_bytes;
+  __shared__ RingState<T> ring;
+  auto* memory = reinterpret_cast<std::byte*>(shared);
+  auto* tables = reinterpret_cast<FewTables*>(memory + T::stages * T::stage_bytes);
 
-  if (!args.items_are_old) wait_for_previous_kernel();
-  int block_steps = 0;
-  const Share share = share_of_warp(args, warp, T::warps, &block_steps);
-  Ring<T> ring(args, share, rings + warp * T::ring_bytes, lane);
-  if (args.items_are_old) wait_for_previous_kernel();
-  let_next_kernel_start();
-
-  int item = share.item, group = share.group, step = share.step;
-  bool begun = step == 0;  // the group, by this warp
-  Columns<T> columns;
-  Ahead ahead;
-  const auto set_columns = [&] {
-    columns.set(args, item, lane);
-    for (int block = 0; T::tiles == 1 && block < kRecordColumns / 32; ++block)
-      ahead[block] = columns.load(0, step * kRecordColumns + block * 32);
-  };
-  if (share.steps > 0) set_columns();
-  Sums<T> sums = {};
-  for (int left = share.steps; left > 0;) {
-    const std::byte* chunk = ring.next();
-    for (int i = 0; i < T::chunk && left > 0; ++i, --left) {
-      const int next = step + 1 < args.steps ? step + 1 : 0;
-      multiply_step<T>(chunk + i * T::step_bytes, step, next, columns, lane, ahead, sums);
-      if (++step < args.steps) continue;
-      if (begun)
-        finish_group<T>(args, columns.item, group, lane, sums);
-      else
-        leave_partial<T>(partials, warp, lane, sums);
-      for (auto& unit : sums)
-        for (auto& tile : unit)
-          for (float& sum : tile) sum = 0;
-      step = 0;
-      begun = true;
-      if (++group == args.groups) {
-        group = 0;
-        ++item;
-        if (left > 1) set_columns();
-      }
-    }
-  }
-  const bool ended = step == 0;
-  if (!ended && !begun) leave_partial<T>(partials, warp, lane, sums);  // all its steps are inside one group
+  ring.init();
+  if (!args.routed_early) wait_for_previous_kernel();
+  const Items items = find_items<T>(args, *tables);
   __syncthreads();
-  if (ended || !begun) return;
-  add_partials<T>(partials, warp, block_steps, args.steps - step, lane, sums);
-  finish_group<T>(args, columns.item, group, lane, sums);
+  const int warp = threadIdx.x / 32;
+  if (warp == T::warps) {
+    copy_weights<T>(args, items, ring, memory);
+    return;
+  }
+  wait_for_previous_kernel();
+  if (warp > T::warps) {
+    let_next_kernel_start();
+    copy_inputs<T>(args, items, ring, memory);
+  } else {
+    multiply_stages<T>(args, items, ring, memory);
+  }
 }
 
 }  // namespace gatefold::cuda

@@ -12,9 +12,11 @@
 
 namespace gatefold::cuda {
 
-/// Tokens of one expert that are multiplied together: positions [first, first + count).
+/// Tokens of one expert that are multiplied together: positions [first, first + count) of the slots in the
+/// order of experts.
 struct Item {
-  std::int32_t expert, first, count, unused;
+  std::int16_t expert, count;
+  std::int32_t first;
 };
 
 /// 16-bit rows: codes of quantized activations are held as the bf16 of their value, which is exact.
@@ -23,27 +25,31 @@ struct GemmInputs {
   std::int64_t stride = 0;               ///< of rows; a multiple of kRecordColumns
   const float* row_scales = nullptr;     ///< [rows], or nullptr
   const float* record_scales = nullptr;  ///< [rows, stride / kRecordColumns], or nullptr
-  const std::int32_t* slots = nullptr;   ///< position -> slot; row = slot / top_k. nullptr: row = position
-  std::int32_t top_k = 1;
+  std::int32_t slots_of_row = 1;         ///< slot s reads row s / slots_of_row
 };
 
 enum class GemmKind : std::uint8_t { gate_up, down };
+
+/// So few slots and experts that every thread block sorts them itself, and no kernel has to.
+inline constexpr int kFewSlots = 256, kFewExperts = 512;
 
 struct GemmArgs {
   const std::byte* weights = nullptr;            ///< of expert 0 (packed.h)
   std::int64_t expert_stride = 0;                ///< bytes
   std::int32_t groups = 0, steps = 0, rows = 0;  ///< of units; of a group; of one matrix
+  std::int32_t experts = 1, slots = 0;
   GemmInputs inputs;
-  /// nullptr: all tokens of an expert are an item, of which active_experts and expert_offsets tell.
+  /// The experts of at most kFewSlots slots, or else the items and the slots in the order of experts. None of
+  /// them: expert 0 takes all slots.
+  const std::int32_t* ids = nullptr;
   const Item* items = nullptr;
-  const std::int32_t *active_experts = nullptr, *expert_offsets = nullptr;
-  const std::int32_t* item_count = nullptr;
-  /// Whether the items were written by a kernel before the previous one, so that weights may be read early.
-  bool items_are_old = false;
+  const std::int32_t *item_count = nullptr, *sorted_slots = nullptr;
+  /// Whether these were written by a kernel before the previous one, so that weights may be read early.
+  bool routed_early = false;
   GemmKind kind = GemmKind::gate_up;
   Activation activation;                            ///< gate_up
   const float *bias = nullptr, *up_bias = nullptr;  ///< [experts, rows], or nullptr
-  void* out = nullptr;                              ///< [positions, out_stride]
+  void* out = nullptr;                              ///< [slots, out_stride]
   std::int64_t out_stride = 0;
   DType out_dtype = DType::f32;
 };
@@ -56,11 +62,14 @@ inline constexpr int kTileTokens = 8;
 struct GemmKernel {
   const void* function = nullptr;  ///< nullptr: there is none
   int threads = 0, shared_bytes = 0;
-  int tokens = 0;  ///< the most of an item
+  int tokens = 0;    ///< the most of an item
+  int per_core = 0;  ///< blocks of a multiprocessor
+  int step_bytes = 0;
 };
-/// `wide`: packed_format. `few`: items have at most 8 tokens.
-GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, bool few);
+/// `wide`: packed_format. `tokens`: that most items have at most, a hint.
+GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
-cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int blocks, cudaStream_t stream);
+cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
+                        cudaStream_t stream);
 
 }  // namespace gatefold::cuda

@@ -6,120 +6,126 @@
 
 namespace gatefold::cuda {
 
-/// The row of the inputs that a position reads.
-__device__ __forceinline__ std::int64_t input_row(const GemmInputs& in, int position) {
-  return in.slots == nullptr ? position : in.slots[position] / in.top_k;
-}
+/// Sums of a group of units: of each unit and tile the rows lane / 4 and + 8 by two columns.
+template <class T>
+using Sums = float[kGroupUnits][T::tiles][4];
 
-__device__ __forceinline__ float sigmoid(float x) {
-  return 1.0f / (1.0f + expf(-x));
+__device__ __noinline__ inline float activate_gelu(Activation::Kind kind, float g) {
+  return 0.5f * g *
+         (1.0f + (kind == Activation::Kind::geglu ? erff(g * 0.70710678f)
+                                                  : tanhf(0.79788456f * (g + 0.044715f * g * g * g))));
 }
 
 __device__ __forceinline__ float activate(const Activation& a, float gate, float up) {
   const float g = fminf(gate, a.limit) + (gate - gate), u = fmaxf(fminf(up, a.limit), -a.limit) + (up - up);
-  switch (a.kind) {
-    case Activation::Kind::geglu:
-      return 0.5f * g * (1.0f + erff(g * 0.70710678f)) * u;
-    case Activation::Kind::geglu_tanh:
-      return 0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g))) * u;
-    default:
-      return g * sigmoid(a.alpha * g) * (u + a.beta);
-  }
+  if (a.kind == Activation::Kind::geglu || a.kind == Activation::Kind::geglu_tanh)
+    return activate_gelu(a.kind, g) * u;
+  return g * reciprocal(1.0f + expf(-a.alpha * g)) * (u + a.beta);
 }
 
-__device__ __forceinline__ void store(const GemmArgs& args, int position, int row, float value) {
-  const std::int64_t at = position * args.out_stride + row;
+__device__ __forceinline__ void store(const GemmArgs& args, int slot, int row, float value) {
+  const std::int64_t at = static_cast<std::int64_t>(slot) * args.out_stride + row;
   if (args.out_dtype == DType::f32)
     static_cast<float*>(args.out)[at] = value;
-  else if (args.out_dtype == DType::bf16)
-    static_cast<std::uint16_t*>(args.out)[at] = static_cast<std::uint16_t>(encode<formats::bf16>(value));
   else
-    static_cast<std::uint16_t*>(args.out)[at] = static_cast<std::uint16_t>(encode<formats::f16>(value));
+    static_cast<std::uint16_t*>(args.out)[at] = narrow(value, args.out_dtype == DType::bf16);
 }
 
-/// What follows the multiply, for the two rows and two columns a tile that this lane has of a unit.
+/// What follows the multiply, for rows lane / 4 and + 8 of a unit by one column: one channel's gate and up.
+__device__ __forceinline__ void finish_gate_up(const GemmArgs& args, int expert, int unit, int slot,
+                                               float gate, float up) {
+  const int channel = unit * 8 + threadIdx.x % 32 / 4;
+  if (channel < args.rows) {
+    const int at = expert * args.rows + channel;
+    if (args.bias != nullptr) gate += args.bias[at];
+    if (args.up_bias != nullptr) up += args.up_bias[at];
+    store(args, slot, channel, activate(args.activation, gate, up));
+  }
+  // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
+  if (unit + 1 < args.groups * kGroupUnits) return;
+#pragma unroll 1
+  for (int pad = channel < args.rows ? channel + 8 : channel; pad < args.out_stride; pad += 8)
+    if (pad >= args.rows) store(args, slot, pad, 0.0f);
+}
+
+__device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, int unit, int slot,
+                                            const float (&sums)[2]) {
+  const int row = unit * kUnitRows + threadIdx.x % 32 / 4;
+  float* out = static_cast<float*>(args.out) + static_cast<std::int64_t>(slot) * args.out_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (row + 8 * half < args.rows)
+      out[row + 8 * half] =
+          sums[half] + (args.bias == nullptr ? 0.0f : args.bias[expert * args.rows + row + 8 * half]);
+}
+
+/// The two rows and two columns that this lane has of a unit and tile.
 template <class T>
-__device__ void finish_unit(const GemmArgs& args, const Item& item, int unit, int lane,
-                            const float (&sums)[T::tiles][4]) {
+__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& items, const Stage& stage,
+                                            int unit, int tile, int lane, const float4& sums) {
   constexpr auto power = static_cast<float>(1 << decoded_power<T::P, T::M>());
-  const int row = lane / 4;
   float low = power, high = power;
   if constexpr (T::P.row_scale) {
-    const auto* scales =
-        reinterpret_cast<const float*>(args.weights + item.expert * args.expert_stride) + unit * kUnitRows;
-    low *= scales[row];
-    high *= scales[row + 8];
+    const auto* scales = reinterpret_cast<const float*>(args.weights + stage.expert * args.expert_stride) +
+                         unit * kUnitRows + lane / 4;
+    low *= scales[0];
+    high *= scales[8];
   }
-  const GemmInputs& in = args.inputs;
 #pragma unroll
-  for (int t = 0; t < T::tiles; ++t)
-    for (int c = 0; c < 2; ++c) {
-      const int column = t * kTileTokens + lane % 4 * 2 + c;
-      if (column >= item.count) continue;
-      const int position = item.first + column;
-      const float scale = in.row_scales == nullptr ? 1.0f : in.row_scales[input_row(in, position)];
-      const float first = sums[t][c] * low * scale, second = sums[t][2 + c] * high * scale;
-      const std::int64_t biases = static_cast<std::int64_t>(item.expert) * args.rows;
-      if (args.kind == GemmKind::gate_up) {
-        const int channel = unit * 8 + row;
-        // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
-        const int end = unit + 1 == args.groups * kGroupUnits ? static_cast<int>(args.out_stride) : 0;
-        for (int pad = channel < args.rows ? channel + 8 : channel; pad < end; pad += 8)
-          if (pad >= args.rows) store(args, position, pad, 0.0f);
-        if (channel >= args.rows) continue;
-        const float gate = first + (args.bias == nullptr ? 0.0f : args.bias[biases + channel]);
-        const float up = second + (args.up_bias == nullptr ? 0.0f : args.up_bias[biases + channel]);
-        store(args, position, channel, activate(args.activation, gate, up));
-      } else {
-        for (int half = 0; half < 2; ++half) {
-          const int out = unit * kUnitRows + row + 8 * half;
-          if (out >= args.rows) continue;
-          store(args, position, out,
-                (half == 0 ? first : second) + (args.bias == nullptr ? 0.0f : args.bias[biases + out]));
-        }
+  for (int c = 0; c < 2; ++c) {
+    const int column = tile * kTileTokens + lane % 4 * 2 + c;
+    if (column >= stage.count) continue;
+    const int slot = items.slot(stage.first + column);
+    const float* scales = args.inputs.row_scales;
+    const float scale = scales == nullptr ? 1.0f : scales[slot / args.inputs.slots_of_row];
+    const float both[2] = {(c == 0 ? sums.x : sums.y) * low * scale,
+                           (c == 0 ? sums.z : sums.w) * high * scale};
+    if (args.kind == GemmKind::gate_up)
+      finish_gate_up(args, stage.expert, unit, slot, both[0], both[1]);
+    else
+      finish_down(args, stage.expert, unit, slot, both);
+  }
+}
+
+/// The end of a round, by all warps that multiply. Warps that share a group leave their sums to each other in
+/// the memory of the last stage; each adds up and finishes some of the tiles, in the order of slices.
+template <class T>
+__device__ __forceinline__ void finish_round(const GemmArgs& args, const Items& items, const Stage& stage,
+                                             int warp, int lane, Sums<T>& sums, float4* partials) {
+  const int tiles = (stage.count + kTileTokens - 1) / kTileTokens;
+  const int row = stage.row(warp), slice = stage.slice(warp);
+  const int first_unit = (stage.group + row) * kGroupUnits;
+  constexpr int parts = kGroupUnits * T::shared_tiles;
+  if (stage.slices > 1) {
+    sync_threads<T::warps * 32>();  // all have read the stage
+#pragma unroll
+    for (int i = 0; i < parts; ++i) {
+      const auto& s = sums[i % kGroupUnits][i / kGroupUnits];
+      if (i / kGroupUnits < tiles) partials[(warp * parts + i) * 32 + lane] = {s[0], s[1], s[2], s[3]};
+    }
+    sync_threads<T::warps * 32>();
+  }
+#pragma unroll 1
+  for (int i = slice; row < stage.groups && i < kGroupUnits * tiles; i += stage.slices) {
+    float4 sum{};
+    if (stage.slices == 1) {
+#pragma unroll
+      for (int own = 0; own < kGroupUnits * T::tiles; ++own) {
+        const auto& s = sums[own % kGroupUnits][own / kGroupUnits];
+        if (i == own) sum = {s[0], s[1], s[2], s[3]};
       }
     }
-}
-
-template <class T>
-__device__ __forceinline__ void finish_group(const GemmArgs& args, const Item& item, int group, int lane,
-                                             const Sums<T>& sums) {
-#pragma unroll 1
-  for (int unit = 0; unit < kGroupUnits; ++unit) {
-    float one[T::tiles][4];
-    for (int t = 0; t < T::tiles; ++t)
-      for (int i = 0; i < 4; ++i) one[t][i] = unit == 0 ? sums[0][t][i] : sums[1][t][i];
-    finish_unit<T>(args, item, group * kGroupUnits + unit, lane, one);
+    for (int from = 0; stage.slices > 1 && from < stage.slices; ++from) {
+      const float4 part = partials[((warp - slice + from) * parts + i) * 32 + lane];
+      sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+    }
+    finish_tile<T>(args, items, stage, first_unit + i % kGroupUnits, i / kGroupUnits, lane, sum);
   }
-}
-
-/// A warp's sums of a group that another warp has begun.
-template <class T>
-__device__ __forceinline__ float& partial(float* partials, int warp, int index, int lane) {
-  return partials[(warp * kGroupUnits * T::tiles * 4 + index) * 32 + lane];
-}
-template <class T>
-__device__ __forceinline__ void leave_partial(float* partials, int warp, int lane, const Sums<T>& sums) {
-  int index = 0;
-  for (const auto& unit : sums)
-    for (const auto& tile : unit)
-      for (const float sum : tile) partial<T>(partials, warp, index++, lane) = sum;
-}
-
-/// Adds what the next warps have of the group that a warp has begun and not ended: theirs are the first steps
-/// of their shares.
-template <class T>
-__device__ __forceinline__ void add_partials(float* partials, int warp, int block_steps, int missing,
-                                             int lane, Sums<T>& sums) {
-  for (int next = warp + 1; missing > 0; ++next) {
-    const int theirs = split(block_steps, T::warps, next + 1) - split(block_steps, T::warps, next);
-    if (theirs == 0) continue;
-    int index = 0;
-    for (auto& unit : sums)
-      for (auto& tile : unit)
-        for (float& sum : tile) sum += partial<T>(partials, next, index++, lane);
-    missing -= theirs;
-  }
+  if (stage.slices > 1) shared_memory_to_copies();
+#pragma unroll
+  for (auto& unit : sums)
+    for (auto& tile : unit)
+      for (float& sum : tile) sum = 0;
 }
 
 }  // namespace gatefold::cuda

@@ -1,18 +1,30 @@
 #pragma once
 /// \file
-/// What a warp of the multiply (moe_gemm.cuh) is made for, which weights are its own, and how they come.
+/// What a kernel of the multiply (moe_gemm.cuh) is made for, and how its operands come to shared memory.
+///
+/// A step is the records of the same 128 columns of a group of units (packed.h). Each thread block takes an
+/// equal run of the groups of all items, and cuts it into rounds: `groups` groups by `slices` warps each,
+/// which take the steps of their group in turn. A stage of the ring is what all warps of a block multiply
+/// next: one step each, and the activations of these columns.
 
 #include "cuda/moe_gemm.h"
 #include "cuda/ptx.cuh"
 
 namespace gatefold::cuda {
 
+/// What a block keeps of few slots, sorted by expert.
+struct FewTables {
+  std::uint64_t counts[kFewExperts];  ///< slots that each warp has of an expert: a byte
+  std::int32_t offsets[kFewExperts], slots[kFewSlots];
+  Item items[kFewSlots];
+};
+
 /// What a kernel is made for.
 template <class SchemeTag, bool kWide, InputKind kInput, int kTileCount>
 struct GemmTraits {
   static constexpr PackedFormat P = packed_format(SchemeTag::scheme.weight, kWide);
   static constexpr InputKind input = kInput;
-  static constexpr int tiles = kTileCount;
+  static constexpr int tiles = kTileCount, tokens = tiles * kTileTokens;
   /// The multiply's type. bf16 with f16: the f16 operand becomes two bf16.
   static constexpr bool f16_inputs = kInput == InputKind::f16;
   static constexpr Format M = f16_inputs && P.value != formats::bf16 ? formats::f16 : formats::bf16;
@@ -21,34 +33,57 @@ struct GemmTraits {
   static constexpr bool record_scales = kInput == InputKind::bf16_record_scales;
   static constexpr bool scaled_groups = (P.scale.stored() && !P.folded) || record_scales;
 
+  /// Of activations; rows of two tokens do not share banks.
+  static constexpr __host__ __device__ int input_stride(int slices) {
+    return slices * kRecordColumns * 2 + 64;
+  }
   static constexpr int record_bytes = P.record_bytes();
   static constexpr int step_bytes = kGroupUnits * record_bytes;  ///< the same columns of all units of a group
-  /// As shared memory has room for, or registers: groups of 32 with f32 scales take many.
-  static constexpr int warps =
-      step_bytes >= 8192 || (P.scale.bits == 32 && P.group == 32 && tiles > 1) ? 8 : 16;
-  static constexpr int chunk = step_bytes < 4096 ? 2 : 1;  ///< steps that are copied together
-  static constexpr int chunk_bytes = chunk * step_bytes;
-  static constexpr int partial_bytes = kGroupUnits * tiles * 4 * 32 * static_cast<int>(sizeof(float));
-  static constexpr int stages = 2;  ///< more shared memory would leave L1 too small for the activations
-  static constexpr int ring_bytes = stages * (chunk_bytes + 16);
-  static constexpr int shared_bytes = warps * (partial_bytes + ring_bytes);
+  static constexpr int warps = 8;                                ///< that multiply; two more fill the ring
+  static constexpr int threads = (warps + 2) * 32;
+  /// Blocks of a multiprocessor, as registers (small groups take many) and shared memory allow.
+  static constexpr bool many_scales = P.zeros ? P.group <= 64 : P.group == 32 && P.scale.bits == 32;
+  static constexpr int per_core = step_bytes < 8192 && tiles < (many_scales ? 2 : 4) ? 2 : 1;
+  /// A scheduler has a quarter of the registers, and of the warps, rounded up.
+  static constexpr int bounds = (per_core * threads + 127) / 128 * 128 / per_core;
+  static constexpr int shared_tiles = tiles < 2 ? tiles : 2;  ///< of warps that share a group
+  static constexpr int weight_bytes = warps * step_bytes;     ///< of a stage
+  static constexpr int input_bytes = tokens * input_stride(tiles == 1 ? 4 : tiles == 2 ? 2 : 1);
+  static constexpr int stage_bytes = weight_bytes + input_bytes;
+  static constexpr int ring_bytes =
+      (per_core == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
+  static constexpr int stages = ring_bytes / stage_bytes < 6 ? ring_bytes / stage_bytes : 6;
+  static constexpr int shared_bytes = stages * stage_bytes + static_cast<int>(sizeof(FewTables));
+  static_assert(stages >= 2 && weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
 };
 
-/// Sums of a group of units: of each unit and tile the rows lane / 4 and + 8 by two columns.
-template <class T>
-using Sums = float[kGroupUnits][T::tiles][4];
+/// What a stage holds: steps [step, step + slices) of `groups` groups, for the tokens of an item.
+struct alignas(16) Stage {
+  int expert, first, count;
+  int group, groups;  ///< groups == 0: the work is done
+  int step, slices;
+  int last;  ///< whether the round ends with it
 
-/// Item i: a part of an expert's tokens, or, without a list of items, all tokens of an expert in use.
-__device__ __forceinline__ Item item_at(const GemmArgs& args, int i) {
-  if (args.items != nullptr) return args.items[i];
-  const int expert = args.active_experts[i], first = args.expert_offsets[expert];
-  return {expert, first, args.expert_offsets[expert + 1] - first, 0};
-}
+  /// The group and the slice of a warp; slices is a power of two.
+  __device__ __forceinline__ int row(int warp) const { return warp >> (31 - __clz(slices)); }
+  __device__ __forceinline__ int slice(int warp) const { return warp & (slices - 1); }
+};
 
-/// The steps that a warp multiplies: a run of the sequence of all items' groups' steps.
-struct Share {
-  int item = 0, group = 0, step = 0;  ///< where it begins
-  int steps = 0;
+/// The items of a call, and the slots of their tokens.
+struct Items {
+  const Item* items = nullptr;          ///< nullptr: all positions belong to expert 0
+  const std::int32_t* slots = nullptr;  ///< [positions], nullptr: the same
+  int count = 0;
+
+  template <class T>
+  __device__ __forceinline__ Item at(const GemmArgs& args, int i) const {
+    if (items != nullptr) return items[i];
+    const int first = i * T::tokens;
+    return {0, static_cast<std::int16_t>(min(T::tokens, args.slots - first)), first};
+  }
+  __device__ __forceinline__ int slot(int position) const {
+    return slots == nullptr ? position : slots[position];
+  }
 };
 
 __device__ __forceinline__ int split(int total, int parts, int part) {
@@ -56,83 +91,135 @@ __device__ __forceinline__ int split(int total, int parts, int part) {
   return part * each + min(part, rest);
 }
 
-__device__ __forceinline__ Share share_of_warp(const GemmArgs& args, int warp, int warps, int* block_steps) {
-  const int groups = *args.item_count * args.groups;
-  const int first = split(groups, gridDim.x, blockIdx.x), last = split(groups, gridDim.x, blockIdx.x + 1);
-  *block_steps = (last - first) * args.steps;
-  const int begin = split(*block_steps, warps, warp);
-  const int group = first + begin / args.steps;
-  return {group / args.groups, group % args.groups, begin % args.steps,
-          split(*block_steps, warps, warp + 1) - begin};
+/// What the stages of a block hold, one after the other.
+template <class T>
+struct Rounds {
+  int item, group, left;  ///< the next round's first group; groups of the block
+  Stage next;
+
+  __device__ void begin(const GemmArgs& args, const Items& items) {
+    const int groups = items.count * args.groups;
+    const int first = split(groups, gridDim.x, blockIdx.x);
+    left = split(groups, gridDim.x, blockIdx.x + 1) - first;
+    item = first / args.groups;
+    group = first % args.groups;
+    begin_round(args, items);
+  }
+
+  __device__ void begin_round(const GemmArgs& args, const Items& items) {
+    next.groups = 0;
+    if (left == 0) return;
+    const Item tokens = items.at<T>(args, item);
+    const int most = min(left, args.groups - group);
+    int groups = T::warps, slices = 1;
+    while (groups > most) groups /= 2, slices *= 2;
+    while (slices > 1 && (tokens.count > T::shared_tiles * kTileTokens ||
+                          tokens.count * T::input_stride(slices) > T::input_bytes))
+      slices /= 2;
+    next = {tokens.expert, tokens.first, tokens.count, group, groups, 0, slices, slices >= args.steps};
+    left -= groups;
+    group += groups;
+    if (group == args.groups) group = 0, ++item;
+  }
+
+  __device__ void advance(const GemmArgs& args, const Items& items) {
+    next.step += next.slices;
+    next.last = next.step + next.slices >= args.steps;
+    if (next.step >= args.steps) begin_round(args, items);
+  }
+};
+
+/// The place of a stage, and the parity of its phase.
+template <class T>
+struct Place {
+  int index = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index < T::stages) return;
+    index = 0;
+    parity ^= 1;
+  }
+};
+
+/// The stages in shared memory.
+template <class T>
+struct RingState {
+  std::uint64_t full[T::stages], empty[T::stages];
+  Stage stages[T::stages];
+
+  __device__ void init() {
+    if (threadIdx.x >= T::stages) return;
+    init_barrier(full + threadIdx.x, 1 + 32);
+    init_barrier(empty + threadIdx.x, T::warps);
+    publish_barriers();
+  }
+  /// This warp has read a stage.
+  __device__ __forceinline__ void release(const Place<T>& place) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(empty + place.index);
+  }
+};
+
+/// Copies weights to the ring, a stage as soon as it has been read; by one warp.
+template <class T>
+__device__ void copy_weights(const GemmArgs& args, const Items& items, RingState<T>& ring,
+                             std::byte* memory) {
+  const int lane = threadIdx.x % 32;
+  const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
+  Rounds<T> rounds;
+  rounds.begin(args, items);
+  int filled = 0;
+  for (Place<T> place;; place.advance(), rounds.advance(args, items)) {
+    if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
+    const Stage& stage = rounds.next;
+    std::uint64_t* full = ring.full + place.index;
+    const int steps = min(stage.slices, args.steps - stage.step);
+    if (lane == 0) {
+      ring.stages[place.index] = stage;
+      expect_bytes(full, steps * stage.groups * T::step_bytes);
+    }
+    __syncwarp();
+    if (stage.groups == 0) return;
+    if (lane < stage.groups) {
+      const std::int64_t step = static_cast<std::int64_t>(stage.group + lane) * args.steps + stage.step;
+      copy_bulk(memory + place.index * T::stage_bytes + lane * stage.slices * T::step_bytes,
+                args.weights + stage.expert * args.expert_stride + begin + step * T::step_bytes,
+                steps * T::step_bytes, full);
+    }
+  }
 }
 
-/// A warp's steps on their way through shared memory: chunks of some KB, so that reads of DRAM are long.
+/// The same of activations: half a warp copies 128 columns of a row.
 template <class T>
-class Ring {
- public:
-  __device__ Ring(const GemmArgs& args, const Share& share, std::byte* memory, int lane)
-      : args_(args),
-        full_(reinterpret_cast<std::uint64_t*>(memory)),
-        chunks_(memory + T::stages * 16),
-        lane_(lane),
-        left_(share.steps),
-        item_(share.item) {
-    if (lane < T::stages) init_barrier(full_ + lane);
-    publish_barriers();
-    __syncwarp();
-    if (lane != 0 || left_ == 0) return;
-    enter(share.group * args.steps + share.step);
-    for (int i = 0; i < T::stages - 1; ++i) load(i);
-  }
-
-  /// The next chunk, as soon as it is there; another one begins to be copied into the place of the last.
-  __device__ const std::byte* next() {
-    __syncwarp();  // all lanes have read the last
-    if (lane_ == 0) load(reading_ == 0 ? T::stages - 1 : reading_ - 1);
-    wait_barrier(full_ + reading_, parity_);
-    const std::byte* chunk = chunks_ + reading_ * T::chunk_bytes;
-    if (++reading_ == T::stages) {
-      reading_ = 0;
-      parity_ ^= 1;
-    }
-    return chunk;
-  }
-
- private:
-  __device__ void enter(int step) {
-    const std::int64_t begin = T::P.row_scale ? args_.groups * (kGroupUnits * kUnitRows * 4) : 0;
-    const int expert = args_.items != nullptr ? args_.items[item_].expert : args_.active_experts[item_];
-    from_ = args_.weights + expert * args_.expert_stride + begin +
-            static_cast<std::int64_t>(step) * T::step_bytes;
-    item_left_ = args_.groups * args_.steps - step;
-  }
-
-  __device__ void load(int stage) {
-    int steps = min(T::chunk, left_);
-    if (steps == 0) return;
-    left_ -= steps;
-    expect_bytes(full_ + stage, steps * T::step_bytes);
-    for (std::byte* to = chunks_ + stage * T::chunk_bytes; steps > 0;) {
-      if (item_left_ == 0) {
-        ++item_;
-        enter(0);
+__device__ void copy_inputs(const GemmArgs& args, const Items& items, RingState<T>& ring, std::byte* memory) {
+  const int half = threadIdx.x % 32 / 16, column = threadIdx.x % 16 * 8;
+  const GemmInputs& in = args.inputs;
+  const std::uint16_t* rows[T::tokens / 2];  // of every second token
+  Rounds<T> rounds;
+  rounds.begin(args, items);
+  int filled = 0;
+  for (Place<T> place;; place.advance(), rounds.advance(args, items)) {
+    const Stage& stage = rounds.next;
+    if (stage.groups != 0 && stage.step == 0)
+#pragma unroll
+      for (int i = 0; i < T::tokens / 2; ++i) {
+        const int token = min(2 * i + half, stage.count - 1);
+        rows[i] = in.rows + items.slot(stage.first + token) / in.slots_of_row * in.stride + column;
       }
-      const int run = min(steps, item_left_);
-      copy_bulk(to, from_, run * T::step_bytes, full_ + stage);
-      to += run * T::step_bytes;
-      from_ += run * T::step_bytes;
-      item_left_ -= run;
-      steps -= run;
-    }
+    if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
+    std::byte* to = memory + place.index * T::stage_bytes + T::weight_bytes +
+                    half * T::input_stride(stage.slices) + column * 2;
+    const int steps = stage.groups == 0 ? 0 : min(stage.slices, args.steps - stage.step);
+    for (int step = 0; step < steps; ++step)
+#pragma unroll
+      for (int i = 0; i < T::tokens / 2; ++i)
+        if (2 * i + half < stage.count)
+          copy_16_bytes(to + 2 * i * T::input_stride(stage.slices) + step * kRecordColumns * 2,
+                        rows[i] + (stage.step + step) * kRecordColumns);
+    arrive_after_copies(ring.full + place.index);
+    if (stage.groups == 0) return;
   }
-
-  const GemmArgs& args_;
-  std::uint64_t* full_;
-  std::byte* chunks_;
-  const std::byte* from_ = nullptr;
-  int lane_, left_, item_, item_left_ = 0;
-  int reading_ = 0;
-  std::uint32_t parity_ = 0;
-};
+}
 
 }  // namespace gatefold::cuda

@@ -28,15 +28,20 @@ constexpr bool has_record_scales(SchemeId id) {
 template <class S, bool kWide, InputKind kInput, int kTiles>
 GemmKernel gemm_kernel() {
   using T = GemmTraits<S, kWide, kInput, kTiles>;
-  static_assert(T::shared_bytes <= 232448);
-  return {reinterpret_cast<const void*>(&moe_gemm<T>), T::warps * 32, T::shared_bytes,
-          T::tiles * kTileTokens};
+  return {reinterpret_cast<const void*>(&moe_gemm<T>),
+          T::threads,
+          T::shared_bytes,
+          T::tokens,
+          T::per_core,
+          T::step_bytes};
 }
 
 template <class S, bool kWide>
-GemmKernel find_for(InputKind input, bool few) {
+GemmKernel find_for(InputKind input, int tokens) {
   const auto of = [&]<InputKind kInput>() {
-    return few ? gemm_kernel<S, kWide, kInput, 1>() : gemm_kernel<S, kWide, kInput, 2>();
+    return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
+           : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
+                                       : gemm_kernel<S, kWide, kInput, 4>();
   };
   if (input == InputKind::bf16) return of.template operator()<InputKind::bf16>();
   if (input == InputKind::f16) return of.template operator()<InputKind::f16>();
@@ -46,16 +51,16 @@ GemmKernel find_for(InputKind input, bool few) {
 
 /// The kernel of a scheme whose values are of the kind that `Which` accepts.
 template <auto Which>
-GemmKernel find_among(SchemeId id, bool wide, InputKind input, bool few) {
+GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
   GemmKernel found;
   for_each_scheme([&]<class S>() {
     constexpr Operand w = S::scheme.weight;
     if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id) {
       if (S::id != first_with_weights_of(id)) return;
       if constexpr (may_be_wide(w))
-        found = wide ? find_for<S, true>(input, few) : find_for<S, false>(input, few);
+        found = wide ? find_for<S, true>(input, tokens) : find_for<S, false>(input, tokens);
       else
-        found = find_for<S, false>(input, few);
+        found = find_for<S, false>(input, tokens);
     }
   });
   return found;

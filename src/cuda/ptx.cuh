@@ -25,19 +25,39 @@ __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], Pair b0, 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// 1 / x, off by one in the last place; for large x it is 0.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/// To bf16 or f16.
+__device__ __forceinline__ std::uint16_t narrow(float x, bool bf16) {
+  std::uint16_t y;
+  if (bf16)
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-/// A barrier in shared memory that counts bytes: one arrival a phase.
-__device__ __forceinline__ void init_barrier(std::uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+/// A barrier in shared memory: a phase ends after so many arrivals, and the bytes that they expect.
+__device__ __forceinline__ void init_barrier(std::uint64_t* barrier, std::uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
 }
 /// Makes this thread's initialized barriers visible to copies.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-/// The phase ends when so many bytes have been copied.
+__device__ __forceinline__ void arrive(std::uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+/// Arrives, and expects so many bytes to be copied.
 __device__ __forceinline__ void expect_bytes(std::uint64_t* barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
@@ -65,6 +85,27 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, std:
           shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+
+/// 16 bytes from global to shared memory, past L1.
+__device__ __forceinline__ void copy_16_bytes(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+/// Arrives when all copies of 16 bytes that this thread has begun are done.
+__device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+/// A barrier for the first threads of a block.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+/// What this thread did to shared memory comes before later copies in bulk.
+__device__ __forceinline__ void shared_memory_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /// Programmatic dependent launch: waits until the kernels before this one are done and their writes visible.

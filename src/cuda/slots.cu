@@ -40,17 +40,11 @@ __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args
     int all = 0, at = count + exclusive_sum<kItemThreads>(
                                   i < active ? (last - first + args.tokens - 1) / args.tokens : 0, &all);
     for (int token = first; i < active && token < last; token += args.tokens)
-      args.items[at++] = {expert, token, min(args.tokens, last - token), 0};
+      args.items[at++] = {static_cast<std::int16_t>(expert),
+                          static_cast<std::int16_t>(min(args.tokens, last - token)), token};
     count += all;
   }
   if (threadIdx.x == 0) *args.item_count = count;
-  if (args.shared_items == nullptr) return;
-  const int shared = (args.all_tokens + args.shared_tokens - 1) / args.shared_tokens;
-  for (int i = threadIdx.x; i < shared; i += kItemThreads) {
-    const int first = i * args.shared_tokens;
-    args.shared_items[i] = {0, first, min(args.shared_tokens, args.all_tokens - first), 0};
-  }
-  if (threadIdx.x == 0) *args.shared_item_count = shared;
 }
 
 constexpr int kCombineThreads = 128;
@@ -89,22 +83,45 @@ __device__ float shared_weight(const CombineArgs& args, int token) {
   return 1.0f / (1.0f + expf(-block_sum(dot)));
 }
 
-/// Block (i, t): a piece of token t.
+/// kPerThread numbers of a slot; those from `count` on are 0.
+__device__ __forceinline__ float4 load_slot(const float* x, int count) {
+  if (count == kPerThread && reinterpret_cast<std::uintptr_t>(x) % 16 == 0)
+    return *reinterpret_cast<const float4*>(x);
+  return {count > 0 ? x[0] : 0.0f, count > 1 ? x[1] : 0.0f, count > 2 ? x[2] : 0.0f, count > 3 ? x[3] : 0.0f};
+}
+
+/// Block (i, t): a piece of token t. All loads of eight slots are begun before the first is used.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
+  constexpr int ahead = 8;
   for (int token = blockIdx.y; token < args.tokens; token += gridDim.y) {
     const float share = args.shared == nullptr ? 0.0f : shared_weight(args, token);
     const int h = (blockIdx.x * kCombineThreads + threadIdx.x) * kPerThread;
-    if (h >= args.hidden) continue;
     const int count = min(kPerThread, args.hidden - h);
+    if (count <= 0) continue;
     float sums[kPerThread] = {};
-    for (int k = 0; k < args.top_k; ++k) {
-      const int slot = token * args.top_k + k, position = args.position[slot];
-      if (position < 0) continue;
-      const float weight = args.weights[slot];
-      const float* x = args.slots + static_cast<std::int64_t>(position) * args.hidden + h;
-      for (int i = 0; i < count; ++i) sums[i] = fmaf(weight, x[i], sums[i]);
+    for (int first = 0; first < args.top_k; first += ahead) {
+      float4 x[ahead];
+      float weights[ahead];
+      bool there[ahead];
+#pragma unroll
+      for (int k = 0; k < ahead; ++k) {
+        const std::int64_t slot =
+            static_cast<std::int64_t>(token) * args.top_k + min(first + k, args.top_k - 1);
+        x[k] = load_slot(args.slots + slot * args.hidden + h, count);
+        weights[k] = args.weights[slot];
+        there[k] = first + k < args.top_k &&
+                   static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
+      }
+#pragma unroll
+      for (int k = 0; k < ahead; ++k) {
+        if (!there[k]) continue;
+        sums[0] = fmaf(weights[k], x[k].x, sums[0]);
+        sums[1] = fmaf(weights[k], x[k].y, sums[1]);
+        sums[2] = fmaf(weights[k], x[k].z, sums[2]);
+        sums[3] = fmaf(weights[k], x[k].w, sums[3]);
+      }
     }
     const std::int64_t at = static_cast<std::int64_t>(token) * args.hidden + h;
     for (int i = 0; i < count; ++i) {
