@@ -78,7 +78,7 @@ namespace {
 constexpr int kThreads = 1024, kAhead = 4;
 
 /// Blocks take pieces of one word a thread in turn.
-__global__ void __launch_bounds__(kThreads) read_kernel(const ReadArgs args, uint4* never) {
+__global__ void __launch_bounds__(kThreads) read_kernel(const __grid_constant__ ReadArgs args, uint4* never) {
   const auto words = static_cast<unsigned>(args.bytes / 16), pieces = (words + kThreads - 1) / kThreads;
   const unsigned all = pieces * args.count;
   uint4 sum{};
