@@ -20,7 +20,8 @@ class Timer {
 
   /// Microseconds from before the work to after it, launched piece by piece.
   Result<double> launched(const Work& work);
-  /// Captures the work in a graph, replays it once untimed and then `count` times: the microseconds of each.
+  /// Captures the work in a graph, replays it untimed for some milliseconds and then `count` times: the
+  /// microseconds of each.
   Result<std::vector<double>> replayed(const Work& work, int count);
 
  private:
