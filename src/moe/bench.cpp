@@ -45,14 +45,16 @@ class Ceilings {
 
  private:
   double read(const HostWeights& memory, std::int64_t prefetch) const {
-    constexpr std::int64_t kPiece = 1 << 14;  // floats
     const auto* data = reinterpret_cast<const float*>(memory.data());
-    const auto pieces = static_cast<std::int64_t>(memory.bytes() / sizeof(float)) / kPiece;
+    const auto floats = static_cast<std::int64_t>(memory.bytes() / sizeof(float));
+    // In the probe's steps of 128; the smallest layer of panels has more.
+    const std::int64_t piece_floats = std::min<std::int64_t>(1 << 14, floats / 128 * 128);
+    const std::int64_t pieces = floats / piece_floats;
     const auto start = Clock::now();
 #pragma omp parallel for num_threads(threads_) schedule(static)
     for (std::int64_t piece = 0; piece < pieces; ++piece)
-      probe_.read(data + piece * kPiece, kPiece, prefetch);
-    return static_cast<double>(pieces * kPiece) * sizeof(float) / seconds_since(start) / 1e9;
+      probe_.read(data + piece * piece_floats, piece_floats, prefetch);
+    return static_cast<double>(pieces * piece_floats) * sizeof(float) / seconds_since(start) / 1e9;
   }
 
   double rate(Probe::Multiply probe) const {
