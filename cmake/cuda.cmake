@@ -37,12 +37,17 @@ function(add_cuda_backend target)
   add_library(${target}_cuda OBJECT ${cuda_sources})
   add_cuda_options(${target}_cuda)
   target_include_directories(${target}_cuda PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
-  target_link_libraries(${target}_cuda PRIVATE fmt::fmt)
+  target_link_libraries(${target}_cuda PRIVATE fmt::fmt OpenMP::OpenMP_CXX)
   target_link_libraries(${target} PRIVATE ${GATEFOLD_CUDART} rt pthread dl)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_cuda>)
 endfunction()
 
+set(GATEFOLD_CUDA_WAIT_NS 0 CACHE STRING "Debugging: kernels that wait longer for other threads fail; 0: no limit")
+
 function(add_cuda_options target)
+  if(GATEFOLD_CUDA_WAIT_NS)
+    target_compile_definitions(${target} PRIVATE GATEFOLD_CUDA_WAIT_NS=${GATEFOLD_CUDA_WAIT_NS})
+  endif()
   set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${cuda_launcher}")
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   # As on the CPU: no fused multiply-add unless the code says so.

@@ -124,6 +124,8 @@ class CliTest(unittest.TestCase):
             ["bench", "--scheme", "int8"],
             ["bench", "--scheme", "int8", "--shape", "1,2,3"],
             ["bench", "--scheme", "int8", "--model", "gpt-7"],
+            ["bench", "--scheme", "int8", "--shape", "64,64,2,1", "--from", "nothing"],
+            ["bench", "--scheme", "int8", "--shape", "64,64,2,1", "--routing", "all"],
             ["completion", "csh"],
         ):
             with self.subTest(args=args):
@@ -378,6 +380,23 @@ class CliTest(unittest.TestCase):
             self.assertLessEqual(row["us_min"], row["us_median"])
             self.assertAlmostEqual(row["read_ratio"], row["gb_per_s"] / row["read_gb_per_s"], places=6)
             self.assertGreater(min(row["weight_bytes"], row["gb_per_s"], row["gflop_per_s"]), 0)
+
+    def test_bench_routing(self):
+        # Two tokens hit as few experts as one, half of all or more, and something between: of 64, 32 each.
+        arguments = ["bench", "--shape", "64,32,64,32", "--scheme", "int8", "--tokens", "2", "--seconds", "0.01",
+                     "--weight-bytes", "1MB", "--from", "ids,logits"]
+        each = {}
+        for routing in "uniform", "skew", "single":
+            done = tool_json(*arguments, "--routing", routing)
+            self.assertEqual(done["routing"], routing)
+            self.assertEqual([row["from"] for row in done["rows"]], ["ids", "logits"])
+            each[routing] = [row["weight_bytes"] for row in done["rows"]]
+            for row in done["rows"]:
+                self.assertAlmostEqual(row["us_floor"], max(row["us_read"], row["us_multiply"]))
+                self.assertAlmostEqual(row["us_read"], row["weight_bytes"] / row["read_gb_per_s"] / 1e3)
+        for i in range(2):
+            self.assertLess(each["single"][i], each["skew"][i])
+            self.assertLess(each["skew"][i], each["uniform"][i])
 
     def test_tune(self):
         with tempfile.TemporaryDirectory() as folder:

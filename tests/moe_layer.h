@@ -11,6 +11,20 @@
 
 namespace gatefold {
 
+/// Packed for the kernel that runs with these options.
+inline ExpertWeights pack(const MoeSpec& spec, const ReferenceWeights& weights, const PlanOptions& options,
+                          const Device& device) {
+  const auto from = [](const ReferenceFfn& ffn, Projection projection) -> Result<QuantizedMatrix> {
+    return projection == Projection::gate ? ffn.gate : projection == Projection::up ? ffn.up : ffn.down;
+  };
+  auto packed = ExpertWeights::pack(
+      spec, device, weights.vectors,
+      [&](int expert, Projection projection) { return from(weights.routed[expert], projection); },
+      [&](int, Projection projection) { return from(weights.shared, projection); }, options);
+  EXPECT_TRUE(packed.ok()) << packed.status().message();
+  return std::move(*packed);
+}
+
 /// A random layer: heavy-tailed weights with channels of different size.
 class Layer {
  public:
@@ -58,17 +72,8 @@ class Layer {
     return out;
   }
 
-  /// Packed for the kernel that runs with these options.
   ExpertWeights weights(const PlanOptions& options, const Device& device = {}) const {
-    const auto from = [](const ReferenceFfn& ffn, Projection projection) -> Result<QuantizedMatrix> {
-      return projection == Projection::gate ? ffn.gate : projection == Projection::up ? ffn.up : ffn.down;
-    };
-    auto packed = ExpertWeights::pack(
-        spec_, device, reference_.vectors,
-        [&](int expert, Projection projection) { return from(reference_.routed[expert], projection); },
-        [&](int, Projection projection) { return from(reference_.shared, projection); }, options);
-    EXPECT_TRUE(packed.ok()) << packed.status().message();
-    return std::move(*packed);
+    return pack(spec_, reference_, options, device);
   }
   const ReferenceWeights& reference() const { return reference_; }
   const MoeSpec& spec() const { return spec_; }

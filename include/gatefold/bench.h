@@ -23,11 +23,19 @@ struct BenchShape {
 /// The layers of published models. deepseek-v3 and deepseek-v4-pro: the experts of one of 8 ranks.
 std::span<const BenchShape> bench_presets();
 
+/// uniform: every expert is as likely. skew: the expert of rank r as 1 / (r + 1), ranks drawn for each call.
+/// single: all tokens of a call choose the same experts, drawn for each call.
+enum class BenchRouting : std::uint8_t { uniform, skew, single };
+/// What a call is given: the experts' ids and weights, or router logits from which it chooses the same ids.
+enum class BenchFrom : std::uint8_t { ids, logits };
+
 struct BenchOptions {
   Device device;
   BenchShape shape;
   std::vector<SchemeId> schemes;
   std::vector<int> tokens = {1, 8, 64, 512};
+  std::vector<BenchFrom> from = {BenchFrom::ids};  ///< a row for each
+  BenchRouting routing = BenchRouting::uniform;
   int threads = 0;       ///< 0: OpenMP's default
   double seconds = 1.0;  ///< per row, at least; not on a GPU
   std::uint64_t weight_bytes =
@@ -38,6 +46,7 @@ struct BenchRow {
   std::string_view scheme;
   std::string kernel;
   int tokens = 0;
+  BenchFrom from = BenchFrom::ids;
   int runs = 0;
   double us_median = 0, us_min = 0, us_max = 0;  ///< on a GPU: calls one after the other in a CUDA graph
   double us_launched = 0;                        ///< GPU: launched one by one; median
@@ -47,13 +56,18 @@ struct BenchRow {
   /// Plain reading by the same threads, or on the same GPU (the same bytes), between the runs.
   double read_gb_per_s = 0;
   double read_ratio = 0;  ///< gb_per_s / read_gb_per_s
-  /// The best multiply-add in registers by the same threads: of int8 if the scheme's activations are int8,
-  /// else of f32 or bf16, whichever is faster. Not measured on a GPU.
+  /// CPU: the best multiply-add in registers by the same threads, of int8 if the scheme's activations are
+  /// int8, else of f32 or bf16, whichever is faster. GPU: cuBLAS on a large dense multiply of e4m3 or int8 if
+  /// the scheme's activations are, else of bf16; 0 where cuBLAS is not there, and why in `unmeasured`.
   double multiply_gflop_per_s = 0;
   double multiply_ratio = 0;
+  double us_read = 0, us_multiply = 0;  ///< what the call's bytes and multiplies take at these rates
+  double us_floor = 0;                  ///< the larger of both: no call can be faster
+  int sm_mhz = 0, memory_mhz = 0;       ///< GPU: clocks right after the runs; 0 where they cannot be read
+  std::string unmeasured;               ///< what could not be measured, and why
 };
 
-/// Routing is uniform at random. `on_row` gets each row as soon as it is there.
+/// `on_row` gets each row as soon as it is there.
 Result<std::vector<BenchRow>> bench(const BenchOptions& options,
                                     const std::function<void(const BenchRow&)>& on_row = {});
 

@@ -83,8 +83,9 @@ class ExpertWeights {
  public:
   /// Packs for the kernel that a plan with this spec, device and `plan` chooses (precision, weights_only and
   /// kernel matter). `shared` gives the shared expert's matrices (its `expert` argument is 0); unused if
-  /// there is none. Memory: the packed layer and one matrix. Errors: a matrix whose scheme or shape
-  /// contradicts the spec, no kernel, no memory.
+  /// there is none. Memory: the packed layer and one expert, on the device and on the host. Errors: a matrix
+  /// whose scheme or shape contradicts the spec, or whose scales are wider than those of the first, no
+  /// kernel, no memory.
   static Result<ExpertWeights> pack(const MoeSpec& spec, const Device& device, LayerVectors vectors,
                                     const ExpertSource& routed, const ExpertSource& shared = {},
                                     const PlanOptions& plan = {});

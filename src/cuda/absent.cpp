@@ -54,6 +54,12 @@ Result<std::vector<double>> Timer::replayed(const Work&, int) {
 Status launch_read(const ReadArgs&, int, Stream) {
   return absent();
 }
+Result<double> dense_gflop_per_s(Format, int) {
+  return absent();
+}
+Result<Clocks> read_clocks(int) {
+  return absent();
+}
 
 }  // namespace gatefold::cuda
 

@@ -4,6 +4,10 @@
 
 namespace gatefold::cuda {
 
+namespace {
+constexpr double kWarmUs = 5000;
+}  // namespace
+
 struct Timer::State {
   int device = 0;
   cudaStream_t stream = nullptr;
@@ -58,13 +62,16 @@ Result<std::vector<double>> Timer::replayed(const Work& work, int count) {
   Status status = !captured.ok() ? captured
                   : !ended.ok()  ? ended
                                  : check(cudaGraphInstantiate(&replay, graph), "instantiate a graph");
+  const auto launch = [&](Stream) { return check(cudaGraphLaunch(replay, stream), "launch a graph"); };
   std::vector<double> times;
-  for (int i = -1; status.ok() && i < count; ++i) {
-    const Result<double> time =
-        state_->time([&](Stream) { return check(cudaGraphLaunch(replay, stream), "launch a graph"); });
+  double warm_us = 0;  // clocks and caches take a while to become what they stay
+  while (status.ok() && static_cast<int>(times.size()) < count) {
+    const Result<double> time = state_->time(launch);
     if (!time)
       status = time.status();
-    else if (i >= 0)
+    else if (warm_us < kWarmUs)
+      warm_us += *time;
+    else
       times.push_back(*time);
   }
   if (replay != nullptr) cudaGraphExecDestroy(replay);
@@ -78,7 +85,7 @@ namespace {
 constexpr int kThreads = 1024, kAhead = 4;
 
 /// Blocks take pieces of one word a thread in turn.
-__global__ void __launch_bounds__(kThreads) read_kernel(const ReadArgs args, uint4* never) {
+__global__ void __launch_bounds__(kThreads) read_kernel(const __grid_constant__ ReadArgs args, uint4* never) {
   const auto words = static_cast<unsigned>(args.bytes / 16), pieces = (words + kThreads - 1) / kThreads;
   const unsigned all = pieces * args.count;
   uint4 sum{};

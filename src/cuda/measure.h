@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gatefold/cuda.h"
+#include "gatefold/format.h"
 
 namespace gatefold::cuda {
 
@@ -19,7 +20,8 @@ class Timer {
 
   /// Microseconds from before the work to after it, launched piece by piece.
   Result<double> launched(const Work& work);
-  /// Captures the work in a graph, replays it once untimed and then `count` times: the microseconds of each.
+  /// Captures the work in a graph, replays it untimed for some milliseconds and then `count` times: the
+  /// microseconds of each.
   Result<std::vector<double>> replayed(const Work& work, int count);
 
  private:
@@ -29,13 +31,24 @@ class Timer {
 };
 
 /// Reads pieces of device memory, `bytes` (a multiple of 16) from base + index * stride on, for each of the
-/// `count` indices in device memory. Nothing is made of what is read.
+/// `count` indices. Nothing is made of what is read.
 struct ReadArgs {
+  static constexpr int kMost = 1024;
   const std::byte* base = nullptr;
   std::int64_t stride = 0, bytes = 0;
-  const std::int32_t* indices = nullptr;
   int count = 0;
+  std::uint16_t indices[kMost] = {};  ///< with the kernel's arguments: nothing is read before the pieces are
 };
 Status launch_read(const ReadArgs& args, int device, Stream stream);
+
+/// GFLOP/s of a dense multiply of 8192 x 8192 x 8192 random numbers (bf16, e4m3, int8) by cuBLAS, which is
+/// loaded for it. Errors: there is none (unsupported), no memory.
+Result<double> dense_gflop_per_s(Format format, int device);
+
+/// What the clocks are now, from the driver's management library. Errors: there is none (unsupported).
+struct Clocks {
+  int sm_mhz = 0, memory_mhz = 0;
+};
+Result<Clocks> read_clocks(int device);
 
 }  // namespace gatefold::cuda

@@ -1,6 +1,7 @@
 #include "cuda/pack.h"
 
 #include <cstring>
+#include <numeric>
 
 namespace gatefold::cuda {
 namespace {
@@ -11,12 +12,26 @@ std::size_t padded(std::size_t bytes) {
 
 }  // namespace
 
-PackSource::PackSource(const QuantizedMatrix& matrix, const std::byte* data)
-    : values(data),
-      scales(data + padded(matrix.values.size())),
-      zeros(scales + padded(matrix.scales.size())),
-      scale_format(matrix.scale_format),
-      group(scheme(matrix.scheme).weight.group) {
+PackParts::PackParts(const QuantizedMatrix& matrix, PackRows rows) {
+  const QuantizedLayout layout = matrix.layout();
+  const std::int64_t n = scheme(matrix.scheme).weight.group.n;
+  const std::int64_t first_band = n == 0 ? 0 : rows.first / n, end_band = n == 0 ? 1 : (rows.end + n - 1) / n;
+  const auto part = [](const std::vector<std::byte>& all, std::int64_t first, std::int64_t end,
+                       std::int64_t row_bytes) {
+    return all.empty() ? std::span<const std::byte>()
+                       : std::span(all).subspan(static_cast<std::size_t>(first * row_bytes),
+                                                static_cast<std::size_t>((end - first) * row_bytes));
+  };
+  parts[0] = part(matrix.values, rows.first, rows.end, layout.row_bytes);
+  parts[1] = part(matrix.scales, first_band, end_band, layout.scale_cols * (matrix.scale_format.bits / 8));
+  parts[2] = part(matrix.zero_points, first_band, end_band, layout.zero_row_bytes);
+}
+
+PackSource::PackSource(const QuantizedMatrix& matrix, PackRows rows, const std::byte* data)
+    : values(data), scale_format(matrix.scale_format), group(scheme(matrix.scheme).weight.group) {
+  const PackParts parts(matrix, rows);
+  scales = values + padded(parts.parts[0].size());
+  zeros = scales + padded(parts.parts[1].size());
   if (scheme(matrix.scheme).weight.tensor_scale.stored()) tensor_scale = matrix.tensor_scale.apply(1.0f);
   const QuantizedLayout layout = matrix.layout();
   row_bytes = layout.row_bytes;
@@ -24,20 +39,38 @@ PackSource::PackSource(const QuantizedMatrix& matrix, const std::byte* data)
   zero_row_bytes = layout.zero_row_bytes;
 }
 
-std::size_t PackSource::bytes(const QuantizedMatrix& matrix) {
-  return padded(matrix.values.size()) + padded(matrix.scales.size()) + padded(matrix.zero_points.size());
+std::size_t PackSource::bytes(const QuantizedMatrix& matrix, PackRows rows) {
+  std::size_t bytes = 0;
+  for (const auto& part : PackParts(matrix, rows).parts) bytes += padded(part.size());
+  return bytes;
 }
 
-void stage(const QuantizedMatrix& matrix, std::byte* data) {
-  for (const auto* part : {&matrix.values, &matrix.scales, &matrix.zero_points}) {
-    std::memcpy(data, part->data(), part->size());
-    data += padded(part->size());
+void stage(const QuantizedMatrix& matrix, PackRows rows, std::byte* data) {
+  constexpr std::size_t piece = 1 << 19;  // one core does not copy as fast as the bus
+  for (const auto& part : PackParts(matrix, rows).parts) {
+#pragma omp parallel for if (part.size() > piece)
+    for (std::size_t at = 0; at < part.size(); at += piece)
+      std::memcpy(data + at, part.data() + at, std::min(piece, part.size() - at));
+    data += padded(part.size());
   }
 }
 
+std::int64_t units_at_a_time(const PackedShape& shape, const QuantizedMatrix* matrices, std::size_t bytes) {
+  std::size_t all = 0;
+  std::int64_t band = 1;
+  for (int i = 0; i < shape.matrices; ++i) {
+    all += PackSource::bytes(matrices[i], {0, shape.n});
+    band = std::max<std::int64_t>(band, scheme(matrices[i].scheme).weight.group.n);
+  }
+  const std::int64_t rows = kUnitRows / shape.matrices;  // of a unit
+  const std::int64_t least = std::lcm(band, kGroupUnits * rows) / rows;
+  const double share = static_cast<double>(bytes) / static_cast<double>(all);
+  const auto fitting = static_cast<std::int64_t>(share * static_cast<double>(shape.n)) / rows;
+  return bytes >= all ? shape.units : std::max(least, fitting / least * least);
+}
+
 void pack_on_host(const PackJob& job) {
-  std::memset(job.out, 0, static_cast<std::size_t>(job.shape.bytes()));
-  for (std::int64_t unit = 0; unit < job.shape.units; ++unit) {
+  for (std::int64_t unit = job.first_unit; unit < job.end_unit; ++unit) {
     for (int r = 0; job.shape.format.row_scale && r < kUnitRows; ++r) {
       const PackRow at = row_of(job, unit, r);
       const float scale = row_scale(at, at.valid && finite_share(job, at, 0, 1));

@@ -3,12 +3,20 @@
 /// Packing: matrices in the canonical layout (gatefold/quantize.h) to records (packed.h). The pieces run on
 /// the host and on the device: pack_weights.cu has the kernel.
 
+#include <algorithm>
+#include <span>
+
 #include "cuda/packed.h"
 #include "gatefold/quantize.h"
 
 namespace gatefold::cuda {
 
-/// One matrix in the canonical layout, in memory that the packing code can read.
+/// Rows of a matrix: whole groups, unless they are the last.
+struct PackRows {
+  std::int64_t first = 0, end = 0;
+};
+
+/// Rows of a matrix in the canonical layout, in memory that the packing code can read.
 struct PackSource {
   const std::byte* values = nullptr;
   const std::byte* scales = nullptr;
@@ -20,19 +28,34 @@ struct PackSource {
 
   PackSource() = default;
   /// The parts lie one after the other from `data` on, each at a multiple of 16 bytes.
-  PackSource(const QuantizedMatrix& matrix, const std::byte* data);
-  static std::size_t bytes(const QuantizedMatrix& matrix);
+  PackSource(const QuantizedMatrix& matrix, PackRows rows, const std::byte* data);
+  static std::size_t bytes(const QuantizedMatrix& matrix, PackRows rows);
 };
-/// Copies the parts to where PackSource expects them.
-void stage(const QuantizedMatrix& matrix, std::byte* data);
+/// The parts of these rows, which PackSource expects one after the other: values, scales, zero points.
+struct PackParts {
+  std::span<const std::byte> parts[3];
+  PackParts(const QuantizedMatrix& matrix, PackRows rows);
+};
+/// Copies the parts to where PackSource expects them, with OpenMP's threads if they are large.
+void stage(const QuantizedMatrix& matrix, PackRows rows, std::byte* data);
 
+/// Units [first_unit, end_unit) of a packed matrix, or of two, from the rows that they hold.
 struct PackJob {
   PackedShape shape;
+  std::int64_t first_unit = 0, end_unit = 0;
   PackSource sources[2];
-  std::byte* out = nullptr;
-};
+  std::byte* out = nullptr;  ///< of unit 0
 
-/// Row r of a unit: a matrix and its row; valid if the matrix has it.
+  constexpr PackRows rows() const {
+    const std::int64_t each = kUnitRows / shape.matrices;
+    return {first_unit * each, std::min(end_unit * each, shape.n)};
+  }
+};
+/// The units that are packed at a time: all, if there is room for `bytes` of the rows of all matrices, else
+/// as many whole groups of rows as there is room for (one at least).
+std::int64_t units_at_a_time(const PackedShape& shape, const QuantizedMatrix* matrices, std::size_t bytes);
+
+/// Row r of a unit: a source and its row; valid if the matrix has it.
 struct PackRow {
   const PackSource& source;
   std::int64_t row;
@@ -41,7 +64,7 @@ struct PackRow {
 GATEFOLD_HD PackRow row_of(const PackJob& job, std::int64_t unit, int r) {
   const int rows = kUnitRows / job.shape.matrices;
   const std::int64_t row = unit * rows + r % rows;
-  return {job.sources[r / rows], row, row < job.shape.n};
+  return {job.sources[r / rows], row - job.first_unit * rows, row < job.shape.n};
 }
 
 GATEFOLD_HD std::uint32_t load_bytes(const std::byte* from, std::int64_t count) {
@@ -146,7 +169,7 @@ GATEFOLD_HD float row_scale(const PackRow& at, bool finite) {
   return scale_value(at.source.scale_format, scale_code(at.source, at.row, 0));
 }
 
-/// Packs on the host.
+/// Packs on the host. `out` is zeroed.
 void pack_on_host(const PackJob& job);
 
 }  // namespace gatefold::cuda

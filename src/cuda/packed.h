@@ -117,9 +117,9 @@ constexpr int code_bit(Format value, int i, int b) {
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
   // e2m1: sign, exponent and mantissa where bf16 has them, but for a shift of 0, 3 or 6; the fourth pair
-  // takes the bits that are left.
-  constexpr int at[4][4] = {{6, 7, 8, 15}, {3, 4, 5, 12}, {0, 1, 2, 9}, {13, 10, 11, 14}};
-  return 16 * (i % 2) + at[i / 2][b];
+  // takes the bits that are left. One digit for each bit, the first pair's in the last four.
+  constexpr std::uint64_t at = 0xebad'9210'c543'f876;
+  return 16 * (i % 2) + static_cast<int>(at >> (16 * (i / 2) + 4 * b) & 15);
 }
 
 /// What is added to signed codes, so that they count from 0.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/decode.h"
+#include "cuda/wait_limit.cuh"
 
 namespace gatefold::cuda {
 
@@ -66,7 +67,7 @@ __device__ __forceinline__ void expect_bytes(std::uint64_t* barrier, std::uint32
 /// Waits until the phase with this parity (0, 1, 0, ...) has ended.
 __device__ __forceinline__ void wait_barrier(std::uint64_t* barrier, std::uint32_t parity) {
   std::uint32_t done = 0;
-  while (done == 0)
+  for (WaitLimit limit; done == 0; limit.check())
     asm volatile(
         "{\n"
         ".reg .pred done;\n"

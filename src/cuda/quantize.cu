@@ -120,17 +120,17 @@ __device__ __forceinline__ void store_codes(std::byte* row, int begin, int k, bo
     if (i < bytes) to[i] = static_cast<std::byte>(packed[i / 4] >> (i % 4 * 8));
 }
 
-/// x / scale as codes of F, a word at a time.
-template <Format F, class Divider, Format kInput, int kCount>
+/// x / scale as codes of F, a word at a time; encode(quotients, word).
+template <Format F, class Divider, Format kInput, int kCount, class Encode>
 __device__ __forceinline__ void encode_quotients(const Elements<kInput, kCount>& x, const Divider& divider,
-                                                 std::uint32_t (&packed)[2]) {
+                                                 std::uint32_t (&packed)[2], Encode&& encode) {
   constexpr int per_word = 32 / F.bits;
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
     float quotients[per_word];
 #pragma unroll
     for (int i = 0; i < per_word; ++i) quotients[i] = divider.quotient(x[word * per_word + i]);
-    packed[word] = encode_word<F>(quotients);
+    packed[word] = encode(quotients, word);
   }
 }
 
@@ -138,10 +138,19 @@ template <Format F, Format kInput, int kCount>
 __device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& x, float scale,
                                                 const typename Elements<kInput, kCount>::Range& range,
                                                 std::uint32_t (&packed)[2]) {
-  if (const ShortDivider divider(scale); kInput.bits == 16 && range.finite && divider.fits(range.amax))
-    encode_quotients<F>(x, divider, packed);
+  using Quotients = float[32 / F.bits];
+  const ShortDivider divider(scale);
+  const bool is_short = kInput.bits == 16 && range.finite && divider.fits(range.amax);
+  if (F == formats::e2m1 && is_short && range.amax < 6.875f * scale)
+    encode_quotients<F>(x, divider, packed, [&](const Quotients& quotients, int word) {
+      return encode_e2m1_word_below_7(quotients, x.words + word * 4);
+    });
+  else if (F != formats::e2m1 && is_short)
+    encode_quotients<F>(x, divider, packed,
+                        [](const Quotients& quotients, int) { return encode_word<F>(quotients); });
   else
-    encode_quotients<F>(x, AnyDivider(scale), packed);
+    encode_quotients<F>(x, AnyDivider(scale), packed,
+                        [](const Quotients& quotients, int) { return encode_word<F>(quotients); });
 }
 
 /// A scale's code, and what the codes of its group are multiplied by.

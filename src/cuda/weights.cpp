@@ -5,6 +5,9 @@
 #include <algorithm>
 
 namespace gatefold::cuda {
+namespace {
+constexpr std::size_t kMostStaged = 16 << 20;
+}  // namespace
 
 bool is_wide(SchemeId id, Format scale_format) {
   const Operand& w = scheme(id).weight;
@@ -12,16 +15,16 @@ bool is_wide(SchemeId id, Format scale_format) {
 }
 
 DeviceWeights::Staging::~Staging() {
-  if (packed != nullptr) cudaEventDestroy(packed);
+  if (stream == nullptr) return;
+  cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
 }
 
 /// Waits until the buffers are free, and sees that they are large enough.
 Status DeviceWeights::Staging::reserve(std::size_t bytes, int device_index) {
-  if (packed == nullptr)
-    if (Status status = check(cudaEventCreateWithFlags(&packed, cudaEventDisableTiming), "create an event");
-        !status.ok())
-      return status;
-  if (Status status = check(cudaEventSynchronize(packed), "pack weights"); !status.ok()) return status;
+  if (stream == nullptr)
+    if (Status status = check(cudaStreamCreate(&stream), "create a stream"); !status.ok()) return status;
+  if (Status status = synchronize(stream); !status.ok()) return status;
   if (host.bytes() >= bytes) return {};
   Result<Memory> pinned = Memory::allocate(bytes, "weights to be packed", device_index, Place::pinned);
   if (!pinned) return pinned.status();
@@ -47,36 +50,51 @@ Result<std::unique_ptr<WeightMemory>> DeviceWeights::allocate(std::size_t bytes,
 
 Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) {
   const DeviceGuard guard(device_.index);
-  Staging& staging = staging_[next_];
-  next_ = 1 - next_;
+  const QuantizedMatrix& first = matrices[0];
   std::size_t bytes = 0;
   bool wide = false;
   for (int i = 0; i < count; ++i) {
-    bytes += PackSource::bytes(matrices[i]);
+    bytes += PackSource::bytes(matrices[i], {0, first.n});
     wide |= is_wide(matrices[i].scheme, matrices[i].scale_format);
     const Format scale = scheme(matrices[i].scheme).weight.scale;
     if (scale.bits == 8 && matrices[i].scale_format != scale)
       return {Code::unsupported, fmt::format("scales of {} are {}, not {}", scheme(matrices[i].scheme).name,
                                              name(matrices[i].scale_format), name(scale))};
   }
-  if (Status status = staging.reserve(bytes, device_.index); !status.ok()) return status;
-
-  const QuantizedMatrix& first = matrices[0];
-  PackJob job{
-      {packed_format(scheme(first.scheme).weight, wide), first.n, first.k, count}, {}, memory_.data() + at};
-  std::size_t offset = 0;
+  PackJob job{.shape = {packed_format(scheme(first.scheme).weight, wide), first.n, first.k, count},
+              .out = memory_.data() + at};
   for (int i = 0; i < count; ++i) {
-    stage(matrices[i], staging.host.data() + offset);
-    job.sources[i] = {matrices[i], staging.device.data() + offset};
-    offset += PackSource::bytes(matrices[i]);
     packed[i].data = job.out;
     if (wide) packed[i].scale_format = formats::f32;
   }
-  if (Status status = cuda::copy(staging.device.data(), staging.host.data(), bytes); !status.ok())
+  // Two buffers of at most one matrix each: less than an expert.
+  const std::size_t most = std::min(kMostStaged, bytes / static_cast<std::size_t>(count));
+  const std::int64_t units = units_at_a_time(job.shape, matrices, most);
+  for (; job.first_unit < job.shape.units; job.first_unit += units) {
+    job.end_unit = std::min(job.first_unit + units, job.shape.units);
+    if (Status status = pack_units(matrices, job); !status.ok()) return status;
+  }
+  return {};
+}
+
+/// Copies run beside the packing of the other buffer, whose stream is another one.
+Status DeviceWeights::pack_units(const QuantizedMatrix* matrices, PackJob job) {
+  Staging& staging = staging_[next_];
+  next_ = 1 - next_;
+  const PackRows rows = job.rows();
+  std::size_t bytes = 0;
+  for (int i = 0; i < job.shape.matrices; ++i) bytes += PackSource::bytes(matrices[i], rows);
+  if (Status status = staging.reserve(bytes, device_.index); !status.ok()) return status;
+  std::size_t offset = 0;
+  for (int i = 0; i < job.shape.matrices; ++i) {
+    stage(matrices[i], rows, staging.host.data() + offset);
+    job.sources[i] = {matrices[i], rows, staging.device.data() + offset};
+    offset += PackSource::bytes(matrices[i], rows);
+  }
+  if (Status status = cuda::copy(staging.device.data(), staging.host.data(), bytes, staging.stream);
+      !status.ok())
     return status;
-  if (Status status = check(launch_pack(job, nullptr), "launch the packing of weights"); !status.ok())
-    return status;
-  return check(cudaEventRecord(staging.packed), "record an event");
+  return check(launch_pack(job, staging.stream), "launch the packing of weights");
 }
 
 Status DeviceWeights::finish(const ExpertWeights::State& state) {
@@ -85,6 +103,8 @@ Status DeviceWeights::finish(const ExpertWeights::State& state) {
   if (Status status = copy_vectors(state); !status.ok()) return status;
   if (Status status = synchronize(); !status.ok()) return status;
   for (Staging& staging : staging_) {
+    if (staging.stream == nullptr) continue;
+    if (Status status = synchronize(staging.stream); !status.ok()) return status;
     staging.host = Memory();
     staging.device = Memory();
   }

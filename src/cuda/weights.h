@@ -40,15 +40,16 @@ class DeviceWeights final : public WeightMemory {
   const TensorScale *input_scales = nullptr, *mid_scales = nullptr;
 
  private:
-  /// Matrices on their way to the device, while the next ones are read from a file or quantized.
+  /// Rows of matrices on their way to the device, while the next ones are copied to page-locked memory.
   struct Staging {
     Memory host, device;
-    cudaEvent_t packed = nullptr;
+    cudaStream_t stream = nullptr;
     Status reserve(std::size_t bytes, int device_index);
     ~Staging();
   };
 
   DeviceWeights() = default;
+  Status pack_units(const QuantizedMatrix* matrices, PackJob job);
   Status find_matrices(const ExpertWeights::State& state);
   Status copy_vectors(const ExpertWeights::State& state);
 

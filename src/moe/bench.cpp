@@ -45,14 +45,16 @@ class Ceilings {
 
  private:
   double read(const HostWeights& memory, std::int64_t prefetch) const {
-    constexpr std::int64_t kPiece = 1 << 14;  // floats
     const auto* data = reinterpret_cast<const float*>(memory.data());
-    const auto pieces = static_cast<std::int64_t>(memory.bytes() / sizeof(float)) / kPiece;
+    const auto floats = static_cast<std::int64_t>(memory.bytes() / sizeof(float));
+    // In the probe's steps of 128; the smallest layer of panels has more.
+    const std::int64_t piece_floats = std::min<std::int64_t>(1 << 14, floats / 128 * 128);
+    const std::int64_t pieces = floats / piece_floats;
     const auto start = Clock::now();
 #pragma omp parallel for num_threads(threads_) schedule(static)
     for (std::int64_t piece = 0; piece < pieces; ++piece)
-      probe_.read(data + piece * kPiece, kPiece, prefetch);
-    return static_cast<double>(pieces * kPiece) * sizeof(float) / seconds_since(start) / 1e9;
+      probe_.read(data + piece * piece_floats, piece_floats, prefetch);
+    return static_cast<double>(pieces * piece_floats) * sizeof(float) / seconds_since(start) / 1e9;
   }
 
   double rate(Probe::Multiply probe) const {
@@ -71,12 +73,12 @@ class Ceilings {
   std::vector<double> reads_, multiplies_;
 };
 
-Result<BenchRow> time_row(const SyntheticLayers& layers, int tokens, const BenchOptions& options,
-                          Ceilings& ceilings) {
+Result<BenchRow> time_row(const SyntheticLayers& layers, int tokens, BenchFrom from,
+                          const BenchOptions& options, Ceilings& ceilings) {
   const MoeSpec& spec = layers.spec;
   Result<MoePlan> plan = MoePlan::create(spec, {.max_tokens = tokens, .threads = options.threads});
   if (!plan) return plan.status();
-  SyntheticCalls calls(layers, tokens);
+  SyntheticCalls calls(layers, tokens, from, options.routing);
   std::vector<double> times, rates, bytes;
   ceilings.forget();
   const auto start = Clock::now();
@@ -97,6 +99,7 @@ Result<BenchRow> time_row(const SyntheticLayers& layers, int tokens, const Bench
   row.scheme = scheme(spec.scheme).name;
   row.kernel = plan->kernel_name();
   row.tokens = tokens;
+  row.from = from;
   row.runs = static_cast<int>(times.size());
   row.us_median = median(times);
   row.us_min = *std::min_element(times.begin(), times.end());
@@ -109,6 +112,7 @@ Result<BenchRow> time_row(const SyntheticLayers& layers, int tokens, const Bench
   row.read_ratio = row.gb_per_s / row.read_gb_per_s;
   row.multiply_gflop_per_s = ceilings.gflop_per_s();
   row.multiply_ratio = row.gflop_per_s / row.multiply_gflop_per_s;
+  set_floor(row, spec);
   return row;
 }
 
@@ -128,19 +132,23 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
   BenchOptions options = requested;
   if (options.threads == 0) options.threads = omp_get_max_threads();
   Ceilings ceilings(options.threads);
+  DenseRates dense(options.device);
+  const auto time = [&](const SyntheticLayers& layers, int tokens, BenchFrom from) {
+    return options.device.kind == Device::Kind::cpu ? time_row(layers, tokens, from, options, ceilings)
+                                                    : time_row_on_gpu(layers, tokens, from, options, dense);
+  };
   std::vector<BenchRow> rows;
   for (const SchemeId id : options.schemes) {
     const Result<SyntheticLayers> layers =
         SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device);
     if (!layers) return layers.status();
-    for (const int tokens : options.tokens) {
-      Result<BenchRow> row = options.device.kind == Device::Kind::cpu
-                                 ? time_row(*layers, tokens, options, ceilings)
-                                 : time_row_on_gpu(*layers, tokens, options);
-      if (!row) return row.status();
-      rows.push_back(*row);
-      if (on_row) on_row(*row);
-    }
+    for (const int tokens : options.tokens)
+      for (const BenchFrom from : options.from) {
+        Result<BenchRow> row = time(*layers, tokens, from);
+        if (!row) return row.status();
+        rows.push_back(*row);
+        if (on_row) on_row(*row);
+      }
   }
   return rows;
 }

@@ -14,12 +14,13 @@ namespace {
 class GpuCalls {
  public:
   /// As many as read several times what the L2 cache holds.
-  static Result<GpuCalls> create(const SyntheticLayers& layers, int tokens, const MoePlan& plan) {
+  static Result<GpuCalls> create(const SyntheticLayers& layers, int tokens, BenchFrom from,
+                                 BenchRouting routing, const MoePlan& plan) {
     const auto device = cuda::device_info(plan.device().index);
     if (!device) return device.status();
-    GpuCalls calls(layers, tokens);
+    GpuCalls calls(layers, tokens, from);
     for (std::uint64_t bytes = 0; bytes < 5 * device->l2_bytes || calls.routings_.size() < 4;) {
-      calls.add();
+      calls.add(routing);
       bytes += calls.weight_bytes(calls.routings_.size() - 1);
     }
     if (Status status = calls.copy(plan); !status.ok()) return status;
@@ -36,12 +37,16 @@ class GpuCalls {
   Status run(const MoePlan& plan, cuda::Stream stream) const {
     const MoeSpec& spec = layers_->spec;
     for (std::size_t i = 0; i < count(); ++i) {
-      Status status = plan.run(layer(i),
-                               {.hidden = {hidden_.data(), spec.act_dtype, tokens_, spec.hidden},
-                                .topk_ids = ids_.as<std::int32_t>() + i * slots(),
-                                .topk_weights = weights_.as<float>()},
-                               {.hidden = {out_.data(), spec.act_dtype, tokens_, spec.hidden}},
-                               {workspace_.data(), workspace_.bytes()}, stream);
+      MoeInputs inputs{.hidden = {hidden_.data(), spec.act_dtype, tokens_, spec.hidden}};
+      if (from_ == BenchFrom::logits) {
+        inputs.router_logits = logits_.as<float>() + i * logits_of_call();
+      } else {
+        inputs.topk_ids = ids_.as<std::int32_t>() + i * slots();
+        inputs.topk_weights = weights_.as<float>();
+      }
+      Status status =
+          plan.run(layer(i), inputs, {.hidden = {out_.data(), spec.act_dtype, tokens_, spec.hidden}},
+                   {workspace_.data(), workspace_.bytes()}, stream);
       if (!status.ok()) return status;
     }
     return {};
@@ -51,11 +56,11 @@ class GpuCalls {
     for (std::size_t i = 0; i < count(); ++i) {
       const auto& routed = layer(i).state().routed;
       const auto bytes = static_cast<std::int64_t>(layer(i).packed_expert_bytes());
-      const cuda::ReadArgs args{.base = routed[0].gate.data,
-                                .stride = routed.size() > 1 ? routed[1].gate.data - routed[0].gate.data : 0,
-                                .bytes = bytes / 16 * 16,
-                                .indices = distinct_.as<std::int32_t>() + i * slots(),
-                                .count = static_cast<int>(routings_[i].distinct.size())};
+      cuda::ReadArgs args{.base = routed[0].gate.data,
+                          .stride = routed.size() > 1 ? routed[1].gate.data - routed[0].gate.data : 0,
+                          .bytes = bytes / 16 * 16,
+                          .count = static_cast<int>(routings_[i].distinct.size())};
+      std::copy(routings_[i].distinct.begin(), routings_[i].distinct.end(), args.indices);
       if (Status status = cuda::launch_read(args, layer(i).device().index, stream); !status.ok())
         return status;
     }
@@ -67,10 +72,14 @@ class GpuCalls {
     std::vector<std::int32_t> ids, distinct;
   };
 
-  GpuCalls(const SyntheticLayers& layers, int tokens) : layers_(&layers), tokens_(tokens) {}
+  GpuCalls(const SyntheticLayers& layers, int tokens, BenchFrom from)
+      : layers_(&layers), tokens_(tokens), from_(from) {}
 
   std::size_t slots() const {
     return static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(layers_->spec.top_k);
+  }
+  std::size_t logits_of_call() const {
+    return from_ == BenchFrom::ids ? 0 : static_cast<std::size_t>(tokens_ * layers_->spec.experts);
   }
   const ExpertWeights& layer(std::size_t call) const {
     return layers_->layers[call % layers_->layers.size()];
@@ -79,10 +88,10 @@ class GpuCalls {
     return routings_[call].distinct.size() * layer(call).packed_expert_bytes();
   }
 
-  void add() {
+  void add(BenchRouting routing) {
     Routed routed;
     routed.ids.resize(slots());
-    random_routing(layers_->spec, random_, routed.ids);
+    random_routing(layers_->spec, routing, random_, routed.ids);
     routed.distinct = routed.ids;
     std::sort(routed.distinct.begin(), routed.distinct.end());
     routed.distinct.erase(std::unique(routed.distinct.begin(), routed.distinct.end()), routed.distinct.end());
@@ -95,7 +104,7 @@ class GpuCalls {
         static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(layers_->spec.hidden);
     const std::pair<cuda::Memory*, std::size_t> all[] = {
         {&hidden_, elements * 2},       {&out_, elements * 2},
-        {&ids_, count() * slots() * 4}, {&distinct_, count() * slots() * 4},
+        {&ids_, count() * slots() * 4}, {&logits_, count() * logits_of_call() * 4},
         {&weights_, slots() * 4},       {&workspace_, plan.workspace_bytes()}};
     for (const auto& [memory, bytes] : all) {
       auto allocated = cuda::Memory::allocate(bytes, "a bench", device);
@@ -113,8 +122,10 @@ class GpuCalls {
       if (Status status = cuda::copy(ids_.as<std::int32_t>() + i * slots(), routed.ids.data(), slots() * 4);
           !status.ok())
         return status;
-      if (Status status = cuda::copy(distinct_.as<std::int32_t>() + i * slots(), routed.distinct.data(),
-                                     routed.distinct.size() * 4);
+      if (from_ == BenchFrom::ids) continue;
+      const std::vector<float> logits = random_logits(layers_->spec, random_, routed.ids);
+      if (Status status =
+              cuda::copy(logits_.as<float>() + i * logits.size(), logits.data(), logits.size() * 4);
           !status.ok())
         return status;
     }
@@ -123,18 +134,29 @@ class GpuCalls {
 
   const SyntheticLayers* layers_;
   int tokens_;
+  BenchFrom from_;
   std::mt19937 random_{1};
   std::vector<Routed> routings_;
-  cuda::Memory hidden_, out_, ids_, distinct_, weights_, workspace_;
+  cuda::Memory hidden_, out_, ids_, weights_, logits_, workspace_;
 };
 
 }  // namespace
 
-Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, const BenchOptions& options) {
+const Result<double>& DenseRates::gflop_per_s(SchemeId id) {
+  const Format activation = scheme(id).activation.value;
+  const Format multiplied =
+      activation == formats::e4m3 || activation == formats::int8 ? activation : formats::bf16;
+  const auto found = rates_.find(name(multiplied));
+  if (found != rates_.end()) return found->second;
+  return rates_.emplace(name(multiplied), cuda::dense_gflop_per_s(multiplied, device_.index)).first->second;
+}
+
+Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, BenchFrom from,
+                                 const BenchOptions& options, DenseRates& dense) {
   const MoeSpec& spec = layers.spec;
   Result<MoePlan> plan = MoePlan::create(spec, {.max_tokens = tokens}, options.device);
   if (!plan) return plan.status();
-  Result<GpuCalls> calls = GpuCalls::create(layers, tokens, *plan);
+  Result<GpuCalls> calls = GpuCalls::create(layers, tokens, from, options.routing, *plan);
   if (!calls) return calls.status();
   Result<cuda::Timer> timer = cuda::Timer::create(options.device.index);
   if (!timer) return timer.status();
@@ -156,9 +178,20 @@ Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, cons
   }
 
   BenchRow row;
+  if (const auto clocks = cuda::read_clocks(options.device.index)) {
+    row.sm_mhz = clocks->sm_mhz;
+    row.memory_mhz = clocks->memory_mhz;
+  } else {
+    row.unmeasured = clocks.status().message();
+  }
+  if (const Result<double>& rate = dense.gflop_per_s(spec.scheme))
+    row.multiply_gflop_per_s = *rate;
+  else
+    row.unmeasured += (row.unmeasured.empty() ? "" : "; ") + rate.status().message();
   row.scheme = scheme(spec.scheme).name;
   row.kernel = plan->kernel_name();
   row.tokens = tokens;
+  row.from = from;
   row.runs = static_cast<int>(times.size() * calls->count());
   row.us_median = median(times);
   row.us_min = *std::min_element(times.begin(), times.end());
@@ -170,6 +203,8 @@ Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, cons
   row.read_gb_per_s = bytes / median(reads) / 1e3;
   row.read_ratio = row.gb_per_s / row.read_gb_per_s;
   row.gflop_per_s = 6.0 * tokens * spec.top_k * spec.hidden * spec.intermediate / row.us_median / 1e3;
+  row.multiply_ratio = row.multiply_gflop_per_s > 0 ? row.gflop_per_s / row.multiply_gflop_per_s : 0;
+  set_floor(row, spec);
   return row;
 }
 

@@ -187,7 +187,8 @@ ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
   const bool use_static = weights.routed[0].gate.input_scale.has_value() && activation.quantized();
   Doubles rounded = inputs.hidden;
   if (!use_static) reference_round(activation, nullptr, hidden, rounded);
-  Doubles mids;
+  Doubles mids(static_cast<std::size_t>(tokens * top_k * mid));
+#pragma omp parallel for schedule(dynamic)
   for (std::int64_t s = 0; s < tokens * top_k; ++s) {
     const int e = result.topk_ids[s];
     Doubles x(&rounded[s / top_k * hidden], &rounded[s / top_k * hidden] + hidden);
@@ -199,16 +200,18 @@ ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
       y[i] = apply(spec.activation, gate[i] + (spec.bias ? v.gate_bias[e * mid + i] : 0),
                    up[i] + (spec.bias ? v.up_bias[e * mid + i] : 0));
     if (use_static) reference_round(activation, &*weights.routed[e].down.input_scale, mid, y);
-    mids.insert(mids.end(), y.begin(), y.end());
+    std::copy(y.begin(), y.end(), &mids[s * mid]);
   }
   if (!use_static && !mids.empty()) reference_round(activation, nullptr, mid, mids);
-  for (std::int64_t s = 0; s < tokens * top_k; ++s) {
-    const int e = result.topk_ids[s];
-    const Doubles y = multiply(experts[e].down, &mids[s * mid], hidden, mid);
-    for (std::int64_t h = 0; h < hidden; ++h)
-      result.hidden[s / top_k * hidden + h] +=
-          result.topk_weights[s] * (y[h] + (spec.bias ? v.down_bias[e * hidden + h] : 0));
-  }
+#pragma omp parallel for schedule(dynamic)
+  for (std::int64_t t = 0; t < tokens; ++t)
+    for (std::int64_t s = t * top_k; s < (t + 1) * top_k; ++s) {
+      const int e = result.topk_ids[s];
+      const Doubles y = multiply(experts[e].down, &mids[s * mid], hidden, mid);
+      for (std::int64_t h = 0; h < hidden; ++h)
+        result.hidden[t * hidden + h] +=
+            result.topk_weights[s] * (y[h] + (spec.bias ? v.down_bias[e * hidden + h] : 0));
+    }
 
   if (spec.shared.intermediate != 0) {
     const Dense shared(weights.shared);

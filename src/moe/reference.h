@@ -1,7 +1,7 @@
 #pragma once
 /// \file
 /// The oracle: every stage of an MoE layer in scalar double precision, straight from the descriptors of the
-/// table. Slow; tests compare every kernel with it.
+/// table. Slow, but a layer's slots are shared out over OpenMP's threads; tests compare every kernel with it.
 
 #include <vector>
 

@@ -42,14 +42,55 @@ std::size_t distinct(std::vector<std::int32_t> ids) {
 
 }  // namespace
 
-void random_routing(const MoeSpec& spec, std::mt19937& random, std::vector<std::int32_t>& ids) {
+void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& random,
+                    std::vector<std::int32_t>& ids) {
+  const auto top_k = static_cast<std::size_t>(spec.top_k);
   std::vector<std::int32_t> experts(static_cast<std::size_t>(spec.experts));
   std::iota(experts.begin(), experts.end(), 0);
-  for (std::size_t token = 0; token < ids.size(); token += static_cast<std::size_t>(spec.top_k))
-    for (int slot = 0; slot < spec.top_k; ++slot) {
-      std::swap(experts[slot], experts[slot + random() % (experts.size() - slot)]);
-      ids[token + slot] = experts[slot];
+  const auto draw_first = [&](std::size_t count) {  // of `experts`, uniformly
+    for (std::size_t i = 0; i < count; ++i)
+      std::swap(experts[i], experts[i + random() % (experts.size() - i)]);
+  };
+  const auto draw_skewed = [&](std::int32_t* to) {  // experts are by rank
+    std::vector<double> chances(experts.size());
+    for (std::size_t rank = 0; rank < chances.size(); ++rank)
+      chances[rank] = 1 / (1 + static_cast<double>(rank));
+    for (std::size_t slot = 0; slot < top_k; ++slot) {
+      std::discrete_distribution<std::size_t> distribution(chances.begin(), chances.end());
+      const std::size_t rank = distribution(random);
+      to[slot] = experts[rank];
+      chances[rank] = 0;
     }
+  };
+  if (routing == BenchRouting::skew) draw_first(experts.size() - 1);
+  if (routing == BenchRouting::single) draw_first(top_k);
+  for (std::size_t token = 0; token < ids.size(); token += top_k) {
+    if (routing == BenchRouting::skew) {
+      draw_skewed(&ids[token]);
+      continue;
+    }
+    if (routing == BenchRouting::uniform) draw_first(top_k);
+    std::copy_n(experts.begin(), top_k, ids.begin() + static_cast<std::ptrdiff_t>(token));
+  }
+}
+
+std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
+                                 const std::vector<std::int32_t>& ids) {
+  const auto top_k = static_cast<std::size_t>(spec.top_k), experts = static_cast<std::size_t>(spec.experts);
+  std::uniform_real_distribution<float> below(-4.0f, 0.0f);
+  std::vector<float> logits(ids.size() / top_k * experts);
+  for (float& logit : logits) logit = below(random);
+  for (std::size_t slot = 0; slot < ids.size(); ++slot)
+    logits[slot / top_k * experts + static_cast<std::size_t>(ids[slot])] =
+        1.0f + 0.125f * static_cast<float>(top_k - slot % top_k);
+  return logits;
+}
+
+void set_floor(BenchRow& row, const MoeSpec& spec) {
+  const double flop = 6.0 * row.tokens * spec.top_k * spec.hidden * spec.intermediate;
+  row.us_read = static_cast<double>(row.weight_bytes) / row.read_gb_per_s / 1e3;
+  row.us_multiply = row.multiply_gflop_per_s > 0 ? flop / row.multiply_gflop_per_s / 1e3 : 0;
+  row.us_floor = std::max(row.us_read, row.us_multiply);
 }
 
 Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeId id, std::uint64_t bytes,
@@ -76,9 +117,12 @@ Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeI
   return result;
 }
 
-SyntheticCalls::SyntheticCalls(const SyntheticLayers& layers, int tokens)
+SyntheticCalls::SyntheticCalls(const SyntheticLayers& layers, int tokens, BenchFrom from,
+                               BenchRouting routing)
     : layers_(layers),
       tokens_(tokens),
+      from_(from),
+      routing_(routing),
       hidden_(static_cast<std::size_t>(tokens) * layers.spec.hidden),
       out_(hidden_.size()),
       weights_(static_cast<std::size_t>(tokens) * layers.spec.top_k,
@@ -86,22 +130,29 @@ SyntheticCalls::SyntheticCalls(const SyntheticLayers& layers, int tokens)
       ids_(weights_.size()) {
   std::normal_distribution<float> normal;
   for (float& x : hidden_) x = normal(random_);
-  random_routing(layers.spec, random_, ids_);
+  draw();
+}
+
+void SyntheticCalls::draw() {
+  random_routing(layers_.spec, routing_, random_, ids_);
+  if (from_ == BenchFrom::logits) logits_ = random_logits(layers_.spec, random_, ids_);
 }
 
 void SyntheticCalls::next() {
   ++call_;
-  random_routing(layers_.spec, random_, ids_);
+  draw();
 }
 
 Result<double> SyntheticCalls::run(const MoePlan& plan) {
   workspace_.resize(std::max(workspace_.size(), plan.workspace_bytes()));
   const auto start = std::chrono::steady_clock::now();
+  const bool given = from_ == BenchFrom::ids;
   const Status status =
       plan.run(layer(),
                {.hidden = {hidden_.data(), DType::f32, tokens_, layers_.spec.hidden},
-                .topk_ids = ids_.data(),
-                .topk_weights = weights_.data()},
+                .router_logits = given ? nullptr : logits_.data(),
+                .topk_ids = given ? ids_.data() : nullptr,
+                .topk_weights = given ? weights_.data() : nullptr},
                {.hidden = {out_.data(), DType::f32, tokens_, layers_.spec.hidden}}, workspace_);
   if (!status.ok()) return status;
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -12,7 +12,14 @@ namespace gatefold {
 double median(std::vector<double> values);
 
 /// top_k different experts for every token of ids [T, top_k].
-void random_routing(const MoeSpec& spec, std::mt19937& random, std::vector<std::int32_t>& ids);
+void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& random,
+                    std::vector<std::int32_t>& ids);
+/// Logits [T, E] whose top_k largest are those of ids, in their order; the others are random.
+std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
+                                 const std::vector<std::int32_t>& ids);
+
+/// Sets us_read, us_multiply and us_floor of a row from the rates.
+void set_floor(BenchRow& row, const MoeSpec& spec);
 
 struct SyntheticLayers {
   MoeSpec spec;
@@ -23,10 +30,11 @@ struct SyntheticLayers {
                                         const Device& device = {});
 };
 
-/// Calls with the same number of tokens, uniform random routing, and another layer each time.
+/// Calls with the same number of tokens, random routing, and another layer each time.
 class SyntheticCalls {
  public:
-  SyntheticCalls(const SyntheticLayers& layers, int tokens);
+  SyntheticCalls(const SyntheticLayers& layers, int tokens, BenchFrom from = BenchFrom::ids,
+                 BenchRouting routing = BenchRouting::uniform);
 
   /// Draws the next call.
   void next();
@@ -41,11 +49,15 @@ class SyntheticCalls {
   std::uint64_t weight_bytes() const;  ///< of the experts that the call hits
 
  private:
+  void draw();
+
   const SyntheticLayers& layers_;
   int tokens_;
+  BenchFrom from_;
+  BenchRouting routing_;
   std::size_t call_ = 0;
   std::mt19937 random_{1};
-  std::vector<float> hidden_, out_, weights_;
+  std::vector<float> hidden_, out_, weights_, logits_;
   std::vector<std::int32_t> ids_;
   std::vector<std::byte> workspace_;
 };

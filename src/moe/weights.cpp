@@ -51,6 +51,28 @@ Status check_vectors(const MoeSpec& spec, const LayerVectors& v) {
   return {};
 }
 
+/// A source whose first matrix is taken at once: what its scales are stored in decides how much memory all of
+/// them need.
+class PeekedSource {
+ public:
+  PeekedSource(const ExpertSource& source, bool used) : source_(source) {
+    if (used) first_.emplace(source(0, Projection::gate));
+  }
+  Format scale_format() const { return first_ && *first_ ? (*first_)->scale_format : Format{}; }
+
+  /// Must be called for expert 0's gate first.
+  Result<QuantizedMatrix> operator()(int expert, Projection projection) {
+    if (!first_) return source_(expert, projection);
+    Result<QuantizedMatrix> matrix = std::move(*first_);
+    first_.reset();
+    return matrix;
+  }
+
+ private:
+  const ExpertSource& source_;
+  std::optional<Result<QuantizedMatrix>> first_;
+};
+
 /// Takes the matrices of one expert from a source, packs them, and forgets them.
 class Packer {
  public:
@@ -59,7 +81,7 @@ class Packer {
   /// Where the next expert goes.
   std::size_t next() const { return next_; }
 
-  Status pack(const ExpertSource& source, const char* which, int expert, SchemeId scheme, std::int64_t hidden,
+  Status pack(PeekedSource& source, const char* which, int expert, SchemeId scheme, std::int64_t hidden,
               std::int64_t intermediate, Ffn& ffn) {
     const auto take = [&](Projection projection) -> Result<QuantizedMatrix> {
       Result<QuantizedMatrix> matrix = source(expert, projection);
@@ -94,12 +116,11 @@ class Packer {
     return {};
   }
 
-  /// Bytes of one expert, each matrix on a 64-byte boundary. Scales may be wider in a checkpoint than in the
-  /// table (f32 for bf16), never wider than f32.
-  static std::size_t bytes(const WeightLayout& layout, SchemeId scheme, std::int64_t hidden,
-                           std::int64_t intermediate) {
-    return 2 * padded(layout.bytes(scheme, formats::f32, intermediate, hidden)) +
-           padded(layout.bytes(scheme, formats::f32, hidden, intermediate));
+  /// Bytes of one expert, each matrix on a 64-byte boundary.
+  static std::size_t bytes(const WeightLayout& layout, SchemeId scheme, Format scale_format,
+                           std::int64_t hidden, std::int64_t intermediate) {
+    return 2 * padded(layout.bytes(scheme, scale_format, intermediate, hidden)) +
+           padded(layout.bytes(scheme, scale_format, hidden, intermediate));
   }
 
  private:
@@ -115,6 +136,12 @@ class Packer {
       const QuantizedMatrix& m = matrices[i];
       next_ += padded(layout_.bytes(m.scheme, m.scale_format, m.n, m.k));
     }
+    if (next_ > memory_.bytes())
+      return {
+          Code::unsupported,
+          fmt::format("scales stored as {}: those of the first matrix were narrower, so that {} of {} bytes "
+                      "are missing",
+                      name(matrices[0].scale_format), next_ - memory_.bytes(), next_)};
     return memory_.pack(matrices, count, at, packed);
   }
 
@@ -141,11 +168,14 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
     return Status(Code::unsupported,
                   fmt::format("no kernel for {}: {}", scheme(spec.scheme).name, fmt::join(refused, "; ")));
   state->layout = kernel->layout;
-  const std::size_t each = Packer::bytes(*state->layout, spec.scheme, spec.hidden, spec.intermediate);
+  PeekedSource routed_source(routed, true), shared_source(shared, spec.shared.intermediate != 0);
+  const std::size_t each = Packer::bytes(*state->layout, spec.scheme, routed_source.scale_format(),
+                                         spec.hidden, spec.intermediate);
   const std::size_t shared_bytes =
       spec.shared.intermediate == 0
           ? 0
-          : Packer::bytes(*state->layout, spec.shared.scheme, spec.hidden, spec.shared.intermediate);
+          : Packer::bytes(*state->layout, spec.shared.scheme, shared_source.scale_format(), spec.hidden,
+                          spec.shared.intermediate);
   auto memory = state->layout->allocate(each * static_cast<std::size_t>(spec.experts) + shared_bytes, device);
   if (!memory)
     return Status(memory.status().code(),
@@ -157,7 +187,8 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
   for (int e = 0; e < spec.experts; ++e) {
     Ffn& ffn = state->routed[e];
     state->memory->expect(packer.next(), each, e);
-    if (Status status = packer.pack(routed, "routed", e, spec.scheme, spec.hidden, spec.intermediate, ffn);
+    if (Status status =
+            packer.pack(routed_source, "routed", e, spec.scheme, spec.hidden, spec.intermediate, ffn);
         !status.ok())
       return status;
     with_static += ffn.gate.input_scale.has_value() && ffn.down.input_scale.has_value();
@@ -174,7 +205,7 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
       state->layout->bytes(spec.scheme, first.scale_format, spec.hidden, spec.intermediate);
   state->static_input_scales = with_static != 0;
   if (spec.shared.intermediate != 0)
-    if (Status status = packer.pack(shared, "shared", 0, spec.shared.scheme, spec.hidden,
+    if (Status status = packer.pack(shared_source, "shared", 0, spec.shared.scheme, spec.hidden,
                                     spec.shared.intermediate, state->shared);
         !status.ok())
       return status;

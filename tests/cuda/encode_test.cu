@@ -33,6 +33,20 @@ __global__ void compare_codes(unsigned* wrong) {
     if ((packed >> (i * F.bits) & ((1u << F.bits) - 1)) != encode<F>(x[i])) atomicAdd(wrong, 1);
 }
 
+__global__ void compare_small_codes(unsigned* wrong) {
+  const std::uint32_t first = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
+  float x[8];
+  std::uint32_t signs[4] = {};
+  for (int i = 0; i < 8; ++i) {
+    x[i] = number(first + i);
+    if (!(fabsf(x[i]) < 7)) x[i] = copysignf(0.0f, x[i]);
+    signs[i / 2] |= (__float_as_uint(x[i]) >> 31 << 15 | 0x1234) << (i % 2 * 16);
+  }
+  const std::uint32_t packed = cuda::encode_e2m1_word_below_7(x, signs);
+  for (int i = 0; i < 8; ++i)
+    if ((packed >> (i * 4) & 15) != encode<formats::e2m1>(x[i])) atomicAdd(wrong, 1);
+}
+
 /// x / scales[blockIdx.y] of every 16-bit number, and of a neighbour in 32 bit.
 template <class Tag, class Input>
 __global__ void compare_quotients(const float* scales, unsigned* wrong) {
@@ -92,6 +106,8 @@ TEST_F(CudaEncode, AllBitsAreTheCodecs) {
   same_as_the_codec<formats::e2m1>(all, wrong);
   same_as_the_codec<formats::int8>(all, wrong);
   same_as_the_codec<formats::int4>(all, wrong);
+  compare_small_codes<<<(1u << 23) / 8 / 256, 256>>>(wrong.data());
+  EXPECT_EQ(wrong.host()[0], 0u);
 }
 
 template <class Tag>

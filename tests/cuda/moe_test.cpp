@@ -84,13 +84,16 @@ class GpuMoe : public GpuTest {
 
   static void expect_close(const Layer& layer, const PlanOptions& options, std::size_t tokens,
                            Pattern pattern) {
+    expect_close(layer, layer.weights(options, kGpu), options, tokens, pattern);
+  }
+  static void expect_close(const Layer& layer, const ExpertWeights& weights, const PlanOptions& options,
+                           std::size_t tokens, Pattern pattern) {
     const MoeSpec& spec = layer.spec();
     Layer source(layer);
     const std::vector<float> numbers = source.numbers(tokens * static_cast<std::size_t>(spec.hidden), 1.0f);
     const Hidden x =
         spec.act_dtype == DType::bf16 ? narrow<formats::bf16>(numbers) : narrow<formats::f16>(numbers);
     const Routed routed = route_by(pattern, spec, tokens);
-    const ExpertWeights weights = layer.weights(options, kGpu);
     const std::vector<float> out = run(layer, options, weights, x, routed);
     const ReferenceResult reference =
         reference_moe(spec, options, layer.reference(),
@@ -121,17 +124,19 @@ class EveryScheme : public GpuMoe, public testing::WithParamInterface<std::tuple
 
 TEST_P(EveryScheme, TokenCounts) {
   const Layer layer(small_spec());
+  const ExpertWeights weights = layer.weights({}, kGpu);
   for (const int tokens : {1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 129, 512})
-    expect_close(layer, {.max_tokens = tokens, .debug_workspace = true}, static_cast<std::size_t>(tokens),
-                 Pattern::uniform);
+    expect_close(layer, weights, {.max_tokens = tokens, .debug_workspace = true},
+                 static_cast<std::size_t>(tokens), Pattern::uniform);
 }
 
 TEST_P(EveryScheme, SkewedRouting) {
   const Layer layer(small_spec());
+  const ExpertWeights weights = layer.weights({}, kGpu);
   for (const Pattern pattern : {Pattern::single, Pattern::few, Pattern::duplicates})
     for (const int tokens : {2, 8, 33, 129})
-      expect_close(layer, {.max_tokens = 129, .debug_workspace = true}, static_cast<std::size_t>(tokens),
-                   pattern);
+      expect_close(layer, weights, {.max_tokens = 129, .debug_workspace = true},
+                   static_cast<std::size_t>(tokens), pattern);
 }
 
 TEST_P(EveryScheme, RaggedShapes) {

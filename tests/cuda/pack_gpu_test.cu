@@ -73,18 +73,19 @@ TEST_F(PackOnGpu, SameBytesAsOnTheHost) {
         for (std::byte& byte : *part) byte = static_cast<std::byte>(random());
     }
     for (int count = 1; count <= 2; ++count) {
-      PackJob job{{packed_format(S::scheme.weight), n, k, count}, {}, nullptr};
-      std::vector<std::byte> staged(2 * PackSource::bytes(matrices[0])),
+      PackJob job{.shape = {packed_format(S::scheme.weight), n, k, count}};
+      job.end_unit = job.shape.units;
+      std::vector<std::byte> staged(2 * PackSource::bytes(matrices[0], {0, n})),
           expected(static_cast<std::size_t>(job.shape.bytes()));
       PackJob on_host = job;
       DeviceVector<std::byte> device_staged(staged.size()), out(expected.size(), 0);
       on_host.out = expected.data();
       job.out = out.data();
       for (int i = 0; i < count; ++i) {
-        const std::size_t at = i * PackSource::bytes(matrices[0]);
-        stage(matrices[i], staged.data() + at);
-        on_host.sources[i] = {matrices[i], staged.data() + at};
-        job.sources[i] = {matrices[i], device_staged.data() + at};
+        const std::size_t at = i * PackSource::bytes(matrices[0], {0, n});
+        stage(matrices[i], {0, n}, staged.data() + at);
+        on_host.sources[i] = {matrices[i], {0, n}, staged.data() + at};
+        job.sources[i] = {matrices[i], {0, n}, device_staged.data() + at};
       }
       pack_on_host(on_host);
       ASSERT_TRUE(cuda::copy(device_staged.data(), staged.data(), staged.size()).ok());

@@ -44,20 +44,26 @@ struct Packed {
   PackedShape shape;
   std::vector<std::byte> bytes;
 };
-Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide) {
+/// Piece by piece, of about so many bytes.
+Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide, std::size_t bytes = 1 << 30) {
   const QuantizedMatrix& first = matrices[0];
   Packed packed{
       {packed_format(scheme(first.scheme).weight, wide), first.n, first.k, static_cast<int>(matrices.size())},
       {}};
   packed.bytes.resize(static_cast<std::size_t>(packed.shape.bytes()));
-  PackJob job{packed.shape, {}, packed.bytes.data()};
-  std::vector<std::vector<std::byte>> staged;
-  for (std::size_t i = 0; i < matrices.size(); ++i) {
-    staged.emplace_back(PackSource::bytes(matrices[i]));
-    stage(matrices[i], staged.back().data());
-    job.sources[i] = {matrices[i], staged.back().data()};
+  PackJob job{.shape = packed.shape, .out = packed.bytes.data()};
+  const std::int64_t units = units_at_a_time(packed.shape, matrices.data(), bytes);
+  for (; job.first_unit < packed.shape.units; job.first_unit += units) {
+    job.end_unit = std::min(job.first_unit + units, packed.shape.units);
+    const PackRows rows = job.rows();
+    std::vector<std::vector<std::byte>> staged;
+    for (std::size_t i = 0; i < matrices.size(); ++i) {
+      staged.emplace_back(PackSource::bytes(matrices[i], rows));
+      stage(matrices[i], rows, staged.back().data());
+      job.sources[i] = {matrices[i], rows, staged.back().data()};
+    }
+    pack_on_host(job);
   }
-  pack_on_host(job);
   return packed;
 }
 
@@ -231,6 +237,33 @@ TEST(Pack, NanMakesItsRowNan) {
       EXPECT_EQ(std::isnan(scale), r == 5) << S::scheme.name << " " << r;
     }
   });
+}
+
+// What lies beside the packed weights while they are packed.
+TEST(Pack, InPiecesOfLimitedSize) {
+  for (std::size_t id = 0; id < all_schemes().size(); ++id) {
+    const Operand& w = all_schemes()[id].weight;
+    const std::int64_t n = 700, k = 256;
+    for (int count = 1; count <= 2; ++count) {
+      std::vector<QuantizedMatrix> matrices;
+      for (int i = 0; i < count; ++i)
+        matrices.push_back(random_matrix(static_cast<SchemeId>(id), w.scale, n, k));
+      const Packed whole = pack(matrices, false);
+      const std::size_t all = PackSource::bytes(matrices[0], {0, n}) * count;
+      // Pieces are of whole groups of rows, and of two units.
+      const std::int64_t group = std::max<std::int64_t>(w.group.n, 2 * kUnitRows / count);
+      const std::size_t least = all * group / n + 64;
+      for (const std::size_t bytes : {std::size_t{1}, all / 5, all / 2}) {
+        const std::int64_t units = units_at_a_time(whole.shape, matrices.data(), bytes);
+        const PackRows rows = PackJob{.shape = whole.shape, .end_unit = units}.rows();
+        std::size_t piece = 0;
+        for (const QuantizedMatrix& m : matrices) piece += PackSource::bytes(m, rows);
+        EXPECT_LE(piece, std::max(bytes, least)) << all_schemes()[id].name;
+        EXPECT_LT(units, whole.shape.units);
+        EXPECT_EQ(pack(matrices, false, bytes).bytes, whole.bytes) << all_schemes()[id].name << bytes;
+      }
+    }
+  }
 }
 
 }  // namespace
