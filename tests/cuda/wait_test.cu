@@ -15,7 +15,7 @@ __global__ void wait_for_bytes(const uint4* from, unsigned copied, uint4* to) {
   __shared__ std::uint64_t barrier;
   __shared__ alignas(16) uint4 bytes;
   if (threadIdx.x == 0) {
-    init_barrier(&barrier);
+    init_barrier(&barrier, 1);
     publish_barriers();
     expect_bytes(&barrier, 16);
     if (copied != 0) copy_bulk(&bytes, from, copied, &barrier);
