@@ -43,6 +43,10 @@ inline Rows operator*(Rows a, Rows b) {
 inline Rows multiply_add(Rows a, Rows b, Rows c) {
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
 }
+/// sum += a * b
+inline void add_product(Rows& sum, Rows a, Rows b) {
+  sum = multiply_add(a, b, sum);
+}
 
 inline Ints ints(std::int32_t x) {
   return {_mm512_set1_epi32(x)};

@@ -48,6 +48,10 @@ inline Rows operator*(Rows a, Rows b) {
 inline Rows multiply_add(Rows a, Rows b, Rows c) {
   return each<Rows>([&](int r) { return a.v[r] * b.v[r] + c.v[r]; });
 }
+/// sum += a * b
+inline void add_product(Rows& sum, Rows a, Rows b) {
+  sum = multiply_add(a, b, sum);
+}
 
 inline Ints ints(std::int32_t x) {
   return each<Ints>([&](int) { return x; });

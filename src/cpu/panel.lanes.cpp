@@ -50,14 +50,25 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
         for (std::int64_t i = 0; i < run; ++i, at += K::position(K::kStepColumns)) {
           for (int line = 0; line < K::kStepBytes; line += 64, ahead.next += ahead.step)
             __builtin_prefetch(ahead.next, 0, 2);
-          typename K::Unit units[K::kTimes * K::kUnits];
-          for (int t = 0; t < K::kTimes; ++t, blocks.next += V::kBytes)
-            K::decode(values, zeros, blocks.next, units + t * K::kUnits);
-          unrolled<M>([&](auto m) __attribute__((always_inline)) {
-            unrolled<K::kLimbs>([&](auto l) __attribute__((always_inline)) {
-              K::accumulate(sums[m][l], units, inputs[m].codes + at + l * kLimbColumns);
+          if constexpr (K::kForm == PanelForm::floats) {
+            // One column at a time, as registers do not hold a step of them beside the sums.
+            unrolled<K::kUnits>([&](auto u) __attribute__((always_inline)) {
+              const Rows column = K::template column<u>(zeros, blocks.next);
+              unrolled<M>([&](auto m) __attribute__((always_inline)) {
+                add_product(sums[m][0][u % chains], column, rows(load_at<float>(inputs[m].codes + at, u)));
+              });
             });
-          });
+            blocks.next += V::kBytes;
+          } else {
+            Codes units[K::kTimes * K::kUnits];
+            for (int t = 0; t < K::kTimes; ++t, blocks.next += V::kBytes)
+              K::decode(values, zeros, blocks.next, units + t * K::kUnits);
+            unrolled<M>([&](auto m) __attribute__((always_inline)) {
+              unrolled<K::kLimbs>([&](auto l) __attribute__((always_inline)) {
+                K::accumulate(sums[m][l], units, inputs[m].codes + at + l * kLimbColumns);
+              });
+            });
+          }
         }
       const Rows scales = block_scales<K::kScale>(blocks.scales);
       for (int m = 0; m < M; ++m) {

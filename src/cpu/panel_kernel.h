@@ -43,7 +43,6 @@ struct Arithmetic {
     return kLimbs == 2 ? column / kLimbColumns * (2 * kLimbColumns) + column % kLimbColumns
                        : column * 4 / kColumns;
   }
-  using Unit = std::conditional_t<kForm == PanelForm::floats, Rows, Codes>;
   using Sum = std::conditional_t<kBytes, Ints, Rows>;
   /// Sums that nothing scales run through the row: of bytes as integers, which start with starts of all
   /// blocks.
@@ -60,7 +59,7 @@ struct Arithmetic {
 
   /// sums += a step of kUnits units times the activations at x.
   template <int kUnits, int kSums>
-  [[gnu::always_inline]] static void accumulate(Sum (&sums)[kSums], const Unit (&units)[kUnits],
+  [[gnu::always_inline]] static void accumulate(Sum (&sums)[kSums], const Codes (&units)[kUnits],
                                                 const std::byte* x) {
     if constexpr (kBytes && kSums == 1) {
       sums[0] = dot4s<kNarrow>(sums[0], units, x);
@@ -71,11 +70,9 @@ struct Arithmetic {
         if constexpr (kBytes)
           sum = dot4<kNarrow>(sum, units[u], static_cast<std::int32_t>(numbers));
 #if defined(GATEFOLD_DOT2)
-        else if constexpr (kForm == PanelForm::pairs)
+        else
           sum = dot2(sum, units[u], numbers);
 #endif
-        else
-          sum = multiply_add(units[u], rows(std::bit_cast<float>(numbers)), sum);
       });
     }
   }
@@ -109,7 +106,6 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
   using A = Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kShortBlock,
                        kBlockScale != BlockScale::none, kInputScale>;
   using V = Values<kValue>;
-  using Unit = typename A::Unit;
   static constexpr BlockScale kScale = kBlockScale;
   static constexpr bool kZeroPoints = kHasZeros;
   /// A step of a stream: dot4s wants more units where it sums them in 16 bits, and look-ups overlap.
@@ -127,19 +123,20 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
       !A::kScaled &&
       (A::kBytes ? kValue == formats::int8 : kPanelForm == PanelForm::pairs && kValue == formats::bf16);
 
-  static void decode(const V& values, Codes zeros, const std::byte* p, Unit* units) {
+  static void decode(const V& values, Codes zeros, const std::byte* p, Codes* units) {
     if constexpr (A::kBytes) {
       V::to_bytes(p, units);
       for (int u = 0; kZeroPoints && u < kUnits; ++u) units[u] = add_bytes(units[u], zeros);
-    } else if constexpr (kPanelForm == PanelForm::pairs) {
-      values.to_pairs(p, units);
     } else {
-      const auto columns = [&]<int... kColumn>(std::integer_sequence<int, kColumn...>) {
-        ((units[kColumn] = V::template column<kColumn>(p)), ...);
-        if constexpr (kZeroPoints) ((units[kColumn] = units[kColumn] + to_float(byte<0>(zeros))), ...);
-      };
-      columns(std::make_integer_sequence<int, kUnits>());
+      values.to_pairs(p, units);
     }
+  }
+  /// The same in f32, one column.
+  template <int kColumn>
+  static Rows column(Codes zeros, const std::byte* p) {
+    const Rows column = V::template column<kColumn>(p);
+    if constexpr (kZeroPoints) return column + to_float(byte<0>(zeros));
+    return column;
   }
 
   static Rows result(const PanelShape& shape, const std::byte* panel, const PanelInput& in, Ints total) {

@@ -37,7 +37,7 @@ void decode_chunk(const PanelShape& shape, Blocks& panel, int p, Chunk<typename 
     const Codes zeros = panel.zeros<K>();
     const std::byte* next = panel.next;
     for (const std::byte* end = next + shape.value_bytes; next < end; next += V::kBytes) {
-      typename K::Unit units[K::kUnits];
+      Codes units[K::kUnits];
       K::decode(values, zeros, next, units);
       for (const auto& unit : units) store_codes(*codes++, unit);
     }
