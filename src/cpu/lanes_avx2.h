@@ -51,7 +51,8 @@ inline Rows operator*(Rows a, Rows b) {
 inline Rows multiply_add(Rows a, Rows b, Rows c) {
   return both<Rows>([&](int h) { return _mm256_fmadd_ps(a.v[h], b.v[h], c.v[h]); });
 }
-/// sum += a * b. Not the intrinsic: GCC lets the product take the place of a factor, and then lacks registers.
+/// sum += a * b. Not the intrinsic: GCC lets the product take the place of a factor, and then lacks
+/// registers.
 inline void add_product(Rows& sum, Rows a, Rows b) {
   for (int h = 0; h < 2; ++h) asm("vfmadd231ps %2, %1, %0" : "+x"(sum.v[h]) : "x"(a.v[h]), "x"(b.v[h]));
 }
