@@ -4,7 +4,7 @@
 namespace gatefold {
 namespace {
 
-class EveryScheme : public testing::TestWithParam<std::tuple<std::size_t, DType>> {};
+class EveryScheme : public testing::TestWithParam<SchemeAndType> {};
 
 TEST_P(EveryScheme, HasTheBitsOfTheReference) {
   const auto id = static_cast<SchemeId>(std::get<0>(GetParam()));
@@ -37,13 +37,7 @@ TEST_P(EveryScheme, HasTheBitsOfTheReference) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, EveryScheme,
-                         testing::Combine(testing::Range<std::size_t>(0, all_schemes().size()),
-                                          testing::Values(DType::bf16, DType::f16)),
-                         [](const auto& info) {
-                           return std::string(all_schemes()[std::get<0>(info.param)].name) + "_x_" +
-                                  (std::get<1>(info.param) == DType::bf16 ? "bf16" : "f16");
-                         });
+INSTANTIATE_TEST_SUITE_P(Table, EveryScheme, every_scheme_and_type(), scheme_and_type);
 
 }  // namespace
 }  // namespace gatefold

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <random>
+#include <tuple>
 
 #include "moe/reference.h"
 
@@ -104,6 +105,17 @@ inline MoeSpec ragged_spec(MoeSpec spec) {
   spec.bias = true;
   spec.activation = {.kind = Activation::Kind::swiglu, .alpha = 1.702f, .beta = 1.0f, .limit = 7.0f};
   return spec;
+}
+
+/// Parameters of tests of every scheme with both types of activations, and their names.
+using SchemeAndType = std::tuple<std::size_t, DType>;
+inline auto every_scheme_and_type() {
+  return testing::Combine(testing::Range<std::size_t>(0, all_schemes().size()),
+                          testing::Values(DType::bf16, DType::f16));
+}
+inline std::string scheme_and_type(const testing::TestParamInfo<SchemeAndType>& info) {
+  const auto& [id, type] = info.param;
+  return std::string(all_schemes()[id].name) + (type == DType::bf16 ? "_x_bf16" : "_x_f16");
 }
 
 inline double relative_l2(const std::vector<float>& a, const std::vector<double>& b) {

@@ -6,7 +6,7 @@
 namespace gatefold {
 namespace {
 
-class GpuExact : public GpuTest, public testing::WithParamInterface<std::tuple<std::size_t, DType>> {};
+class GpuExact : public GpuTest, public testing::WithParamInterface<SchemeAndType> {};
 
 TEST_P(GpuExact, HasTheBitsOfTheReference) {
   const auto id = static_cast<SchemeId>(std::get<0>(GetParam()));
@@ -39,13 +39,7 @@ TEST_P(GpuExact, HasTheBitsOfTheReference) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, GpuExact,
-                         testing::Combine(testing::Range<std::size_t>(0, all_schemes().size()),
-                                          testing::Values(DType::bf16, DType::f16)),
-                         [](const auto& info) {
-                           return std::string(all_schemes()[std::get<0>(info.param)].name) + "_x_" +
-                                  (std::get<1>(info.param) == DType::bf16 ? "bf16" : "f16");
-                         });
+INSTANTIATE_TEST_SUITE_P(Table, GpuExact, every_scheme_and_type(), scheme_and_type);
 
 }  // namespace
 }  // namespace gatefold

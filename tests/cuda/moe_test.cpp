@@ -107,7 +107,7 @@ class GpuMoe : public GpuTest {
   }
 };
 
-class EveryScheme : public GpuMoe, public testing::WithParamInterface<std::tuple<std::size_t, DType>> {
+class EveryScheme : public GpuMoe, public testing::WithParamInterface<SchemeAndType> {
  protected:
   SchemeId id() const { return static_cast<SchemeId>(std::get<0>(GetParam())); }
   MoeSpec small_spec() const {
@@ -168,13 +168,7 @@ TEST_P(EveryScheme, LongRows) {
     expect_close(layer, {.max_tokens = 12}, tokens, Pattern::duplicates);
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, EveryScheme,
-                         testing::Combine(testing::Range<std::size_t>(0, all_schemes().size()),
-                                          testing::Values(DType::bf16, DType::f16)),
-                         [](const auto& info) {
-                           return std::string(all_schemes()[std::get<0>(info.param)].name) + "_x_" +
-                                  (std::get<1>(info.param) == DType::bf16 ? "bf16" : "f16");
-                         });
+INSTANTIATE_TEST_SUITE_P(Table, EveryScheme, every_scheme_and_type(), scheme_and_type);
 
 // The layer's own router, on the device.
 TEST_F(GpuMoe, FromTheRouter) {
