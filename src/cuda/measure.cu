@@ -1,5 +1,7 @@
 #include "cuda/measure.h"
 
+#include <algorithm>
+
 #include "cuda/device.h"
 
 namespace gatefold::cuda {
@@ -84,20 +86,16 @@ namespace {
 
 constexpr int kThreads = 1024, kAhead = 4;
 
-/// Blocks take pieces of one word a thread in turn.
+/// Blocks x read piece y, a word a thread in turn.
 __global__ void __launch_bounds__(kThreads) read_kernel(const __grid_constant__ ReadArgs args, uint4* never) {
-  const auto words = static_cast<unsigned>(args.bytes / 16), pieces = (words + kThreads - 1) / kThreads;
-  const unsigned all = pieces * args.count;
+  const auto words = static_cast<unsigned>(args.bytes / 16), step = gridDim.x * kThreads;
+  const auto* from = reinterpret_cast<const uint4*>(args.base + args.indices[blockIdx.y] * args.stride);
   uint4 sum{};
-  for (unsigned first = blockIdx.x; first < all; first += kAhead * gridDim.x) {
+  for (unsigned first = blockIdx.x * kThreads + threadIdx.x; first < words; first += kAhead * step) {
     uint4 read[kAhead] = {};
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const unsigned piece = first + i * gridDim.x, word = piece % pieces * kThreads + threadIdx.x;
-      if (piece < all && word < words)
-        read[i] = __ldcs(
-            reinterpret_cast<const uint4*>(args.base + args.indices[piece / pieces] * args.stride) + word);
-    }
+    for (int i = 0; i < kAhead; ++i)
+      if (first + i * step < words) read[i] = __ldcs(from + first + i * step);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) sum.x ^= read[i].x ^ read[i].y ^ read[i].z ^ read[i].w;
   }
@@ -111,7 +109,8 @@ Status launch_read(const ReadArgs& args, int device, Stream stream) {
   if (!info) return info.status();
   const DeviceGuard guard(device);
   // `never` is only known to be null on the host: the compiler cannot leave the reads out.
-  read_kernel<<<2 * info->multiprocessors, kThreads, 0, native(stream)>>>(args, nullptr);
+  const int each = std::max(1, 2 * info->multiprocessors / args.count);
+  read_kernel<<<dim3(each, args.count), kThreads, 0, native(stream)>>>(args, nullptr);
   return check_launch("launch a read");
 }
 
