@@ -76,7 +76,8 @@ void pack_on_host(const PackJob& job) {
       const float scale = row_scale(at, at.valid && finite_share(job, at, 0, 1));
       std::memcpy(job.out + (unit * kUnitRows + r) * sizeof(float), &scale, sizeof(float));
     }
-    for (std::int64_t record = 0; record < job.shape.records; ++record) pack_record(job, unit, record, 0, 1);
+    for (std::int64_t record = 0; record < job.shape.records; ++record)
+      pack_record(job, job.shape.format.value, unit, record, 0, 1);
   }
 }
 

@@ -68,6 +68,8 @@ GATEFOLD_HD PackRow row_of(const PackJob& job, std::int64_t unit, int r) {
 }
 
 GATEFOLD_HD std::uint32_t load_bytes(const std::byte* from, std::int64_t count) {
+  if (count >= 4 && reinterpret_cast<std::uintptr_t>(from) % 4 == 0)
+    return *reinterpret_cast<const std::uint32_t*>(from);
   std::uint32_t word = 0;
   for (std::int64_t i = 0; i < 4 && i < count; ++i) word |= static_cast<std::uint32_t>(from[i]) << (8 * i);
   return word;
@@ -87,20 +89,22 @@ GATEFOLD_HD float scale_value(Format format, std::uint32_t code) {
   return format.exponent_bits == 8 ? decode<formats::bf16>(code) : decode<formats::f16>(code);
 }
 
-/// Word `index` of a record's values: record bytes 4 * index and on.
-GATEFOLD_HD std::uint32_t value_word(const PackJob& job, std::int64_t unit, std::int64_t record, int index) {
+/// Word `index` of a record's values: record bytes 4 * index and on. `value` is the format's: a constant,
+/// where speed matters.
+GATEFOLD_HD std::uint32_t value_word(const PackJob& job, Format value, std::int64_t unit, std::int64_t record,
+                                     int index) {
   const PackedFormat& p = job.shape.format;
-  const int per_row = p.value.bits / 4;                                 // words of 8 codes
+  const int per_row = value.bits / 4;                                   // words of 8 codes
   const int lane = index / 4 % 32, word = index / 128 * 4 + index % 4;  // word: of the lane
   const int r = lane / 4 + word / per_row % 2 * 8;                      // inverse of word_at
   const std::int64_t k =
-      record * kRecordColumns + word / (2 * per_row) * 32 + lane % 4 * 8 + word % per_row * 32 / p.value.bits;
+      record * kRecordColumns + word / (2 * per_row) * 32 + lane % 4 * 8 + word % per_row * 32 / value.bits;
   const PackRow at = row_of(job, unit, r);
-  if (!at.valid || k >= job.shape.k) return pack_word(p.value, 0);
+  if (!at.valid || k >= job.shape.k) return pack_word(value, 0);
   if (p.folded && (scale_code(at.source, at.row, k) & 0x7f) == 0) return 0;
-  const std::int64_t byte = k * p.value.bits / 8;
-  return pack_word(p.value, load_bytes(at.source.values + at.row * at.source.row_bytes + byte,
-                                       at.source.row_bytes - byte));
+  const std::int64_t byte = k * value.bits / 8;
+  return pack_word(
+      value, load_bytes(at.source.values + at.row * at.source.row_bytes + byte, at.source.row_bytes - byte));
 }
 
 /// Scale and zero point of (row r, group g) of a record.
@@ -129,12 +133,12 @@ GATEFOLD_HD std::uint32_t zero_of(const PackJob& job, std::int64_t unit, std::in
 }
 
 /// The values, scales and zero points of a record; `worker` of `workers` does its share. `out` is zeroed.
-GATEFOLD_HD void pack_record(const PackJob& job, std::int64_t unit, std::int64_t record, int worker,
-                             int workers) {
+GATEFOLD_HD void pack_record(const PackJob& job, Format value, std::int64_t unit, std::int64_t record,
+                             int worker, int workers) {
   const PackedFormat& p = job.shape.format;
   std::byte* out = job.out + job.shape.record_at(unit, record);
   for (int i = worker; i < p.value_bytes() / 4; i += workers)
-    reinterpret_cast<std::uint32_t*>(out)[i] = value_word(job, unit, record, i);
+    reinterpret_cast<std::uint32_t*>(out)[i] = value_word(job, value, unit, record, i);
   if (!p.scale.stored()) return;
   const int step = p.banded ? 8 : 1;
   for (int i = worker * step; i < kUnitRows * p.groups(); i += workers * step)

@@ -1,3 +1,4 @@
+#include "cuda/elements.cuh"
 #include "cuda/weights.h"
 
 namespace gatefold::cuda {
@@ -5,10 +6,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
+template <class Value>
 __global__ void __launch_bounds__(kThreads) pack_records(const __grid_constant__ PackJob job) {
   for (std::int64_t unit = job.first_unit + blockIdx.y; unit < job.end_unit; unit += gridDim.y)
     for (std::int64_t record = blockIdx.x; record < job.shape.records; record += gridDim.x)
-      pack_record(job, unit, record, threadIdx.x, kThreads);
+      pack_record(job, Value::format, unit, record, threadIdx.x, kThreads);
 }
 
 /// A warp for each row.
@@ -23,6 +25,13 @@ __global__ void __launch_bounds__(kThreads) pack_row_scales(const __grid_constan
   }
 }
 
+/// The first scheme of the table whose weights are of this format.
+constexpr SchemeId first_with_value(Format value) {
+  std::size_t i = 0;
+  while (!(operands::table[i].weight.value == value)) ++i;
+  return static_cast<SchemeId>(i);
+}
+
 }  // namespace
 
 cudaError_t launch_pack(const PackJob& job, cudaStream_t stream) {
@@ -30,7 +39,12 @@ cudaError_t launch_pack(const PackJob& job, cudaStream_t stream) {
   const auto units = static_cast<unsigned>(std::min(most, job.end_unit - job.first_unit));
   const auto records = static_cast<unsigned>(std::min(most, job.shape.records));
   if (job.shape.format.row_scale) pack_row_scales<<<units, kThreads, 0, stream>>>(job);
-  pack_records<<<dim3(records, units), kThreads, 0, stream>>>(job);
+  for_each_scheme([&]<class S>() {
+    constexpr Format value = S::scheme.weight.value;
+    if constexpr (first_with_value(value) == S::id)
+      if (job.shape.format.value == value)
+        pack_records<FormatTag<value>><<<dim3(records, units), kThreads, 0, stream>>>(job);
+  });
   return cudaGetLastError();
 }
 

@@ -67,7 +67,7 @@ Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size
     packed[i].data = job.out;
     if (wide) packed[i].scale_format = formats::f32;
   }
-  // Two buffers of at most one matrix each: less than an expert.
+  // Buffers of at most one matrix each: an expert in all.
   const std::size_t most = std::min(kMostStaged, bytes / static_cast<std::size_t>(count));
   const std::int64_t units = units_at_a_time(job.shape, matrices, most);
   for (; job.first_unit < job.shape.units; job.first_unit += units) {
@@ -77,10 +77,10 @@ Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size
   return {};
 }
 
-/// Copies run beside the packing of the other buffer, whose stream is another one.
+/// Each buffer has a stream of its own: one is filled while another is copied and a third one packed.
 Status DeviceWeights::pack_units(const QuantizedMatrix* matrices, PackJob job) {
   Staging& staging = staging_[next_];
-  next_ = 1 - next_;
+  next_ = (next_ + 1) % kBuffers;
   const PackRows rows = job.rows();
   std::size_t bytes = 0;
   for (int i = 0; i < job.shape.matrices; ++i) bytes += PackSource::bytes(matrices[i], rows);

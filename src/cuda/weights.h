@@ -55,7 +55,8 @@ class DeviceWeights final : public WeightMemory {
 
   DeviceInfo device_;
   Memory memory_, vectors_;
-  Staging staging_[2];
+  static constexpr int kBuffers = 3;
+  Staging staging_[kBuffers];
   int next_ = 0;
 };
 
