@@ -71,10 +71,15 @@ GATEFOLD_HD Pair zero_term(std::uint32_t zero) {
   constexpr Pair minus = both<M>(M == formats::bf16 ? -0x1p124f : -0x1p15f);
   return multiply<M>(zero * 0x10001u, minus);
 }
+/// scale * 2^115 (bf16), 2^3 (f16), from the repacked scale in both halves.
+template <Format M>
+GATEFOLD_HD Pair folded_pair(Pair repacked) {
+  if constexpr (M == formats::bf16) return repacked * 16 + 0x70007000u;
+  return repacked << 7;
+}
 template <PackedFormat P, Format M>
-GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {  // scale * 2^115 (bf16), 2^3 (f16)
-  if constexpr (M == formats::bf16) return (repacked << 4 | 0x7000u) * 0x10001u;
-  return (repacked << 7) * 0x10001u;
+GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {
+  return folded_pair<M>(repacked * 0x10001u);
 }
 
 /// Integers that count from 0: the low bits of a half are subnormals, and so are the next ones, times 16.
@@ -116,16 +121,15 @@ GATEFOLD_HD void decode_e2m1(std::uint32_t word, Pair term, Pair* out) {
   constexpr std::uint32_t sign = 0x80008000u, fields = 0x01c001c0u;
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - 1));
   const Pair factor = P.folded ? term : power;
-  out[0] = word;
-  out[1] = word << 3;
-  out[2] = word << 6;
-  out[3] = select(word << 1, sign, select(word >> 3, 0x01800180u, word >> 7 & 0x00400040u));
+  const std::uint32_t magnitudes[4] = {word, word << 3, word << 6, word >> 3};
+  const std::uint32_t signs[4] = {word, word << 3, word << 1, word << 2};
   for (int i = 0; i < 4; ++i) {
+    const std::uint32_t magnitude = magnitudes[i] & fields;
     // f16 has its exponent three bits further left.
-    if constexpr (M == formats::bf16)
-      out[i] &= sign | fields;
+    if constexpr (M == formats::f16)
+      out[i] = select(signs[i], sign, magnitude << 3);
     else
-      out[i] = select(out[i], sign, (out[i] & fields) << 3);
+      out[i] = i < 2 ? magnitudes[i] & (sign | fields) : select(signs[i], sign, magnitude);
     out[i] = multiply<M>(out[i], factor);
   }
 }

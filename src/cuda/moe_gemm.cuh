@@ -64,6 +64,13 @@ struct Codes {
   }
 };
 
+/// The value of a ue8m0 code, byte `index` of a word: code 0 is subnormal, 255 is NaN.
+__device__ __forceinline__ float power_of_two(std::uint32_t word, int index) {
+  const std::uint32_t exponent = (index < 3 ? word << (23 - 8 * index) : word >> 1) & 0x7f800000u;
+  const float power = __uint_as_float(max(exponent, 0x00400000u));
+  return power + (power - power);  // neither changes a finite number
+}
+
 /// Scales and zero points of a record, for rows lane / 4 and + 8.
 template <PackedFormat P>
 struct RecordScales {
@@ -84,6 +91,8 @@ struct RecordScales {
   __device__ float scale(int group, int half) const {
     if constexpr (!P.scale.stored() || P.folded)
       return 1.0f;
+    else if constexpr (P.scale == formats::ue8m0)
+      return power_of_two(words[group / 2], group % 2 * 2 + half);
     else if constexpr (P.scale == formats::bf16)
       return __uint_as_float(half == 0 ? words[group] << 16 : words[group] & 0xffff0000u);
     else
@@ -94,7 +103,8 @@ struct RecordScales {
   __device__ Pair term(int block, int quarter, int half) const {
     if constexpr (P.folded) {  // groups of 16
       static_assert(!P.folded || (P.group == 16 && P.scale.bits == 8));
-      return folded_term<P, M>(words[block] >> (quarter / 2 * 16 + half * 8) & 0xff);
+      const int byte = quarter / 2 * 2 + half;  // to both halves
+      return folded_pair<M>(__byte_perm(words[block], 0, 0x4040 + byte * 0x0101));
     }
     if constexpr (P.zeros) return zero_term<P, M>(zeros[0] >> (block * 32 / P.group * 8 + half * 4) & 15);
     return 0;

@@ -16,14 +16,14 @@ __device__ __forceinline__ int sum_bytes(std::uint64_t bytes) {
 /// Ends with a barrier.
 template <class T>
 __device__ int list_items(const GemmArgs& args, FewTables& tables) {
-  constexpr int threads = T::warps * 32;  // the other warps only come to the barriers
-  static_assert(threads == kFewSlots && T::warps == 8);
-  __shared__ int warp_sums[T::warps];
+  constexpr int threads = kFewSlots, warps = threads / 32;  // the others only come to the barriers
+  static_assert(T::warps >= warps);
+  __shared__ int warp_sums[warps];
   std::uint64_t* counts = tables.counts;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
   const int given = thread < args.slots ? args.ids[thread] : -1;
-  for (int e = thread; e < args.experts; e += threads) counts[e] = 0;
+  for (int e = thread; e < args.experts; e += T::threads) counts[e] = 0;
   const int id = static_cast<unsigned>(given) < static_cast<unsigned>(args.experts) ? given : -1;
   const unsigned alike = __match_any_sync(~0u, id);
   const int before = __popc(alike & ((1u << lane) - 1));
@@ -45,10 +45,10 @@ __device__ int list_items(const GemmArgs& args, FewTables& tables) {
     const int below = __shfl_up_sync(~0u, sum, distance);
     if (lane >= distance) sum += below;
   }
-  if (lane == 31 && warp < T::warps) warp_sums[warp] = sum;
+  if (lane == 31 && warp < warps) warp_sums[warp] = sum;
   __syncthreads();
   int all = 0;
-  for (int w = 0; w < T::warps; ++w) {
+  for (int w = 0; w < warps; ++w) {
     if (w < warp) sum += warp_sums[w];
     all += warp_sums[w];
   }

@@ -23,7 +23,7 @@
 
 namespace gatefold::cuda {
 
-inline constexpr int kPackedVersion = 1;
+inline constexpr int kPackedVersion = 2;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
 inline constexpr int kRecordColumns = 128;
@@ -116,9 +116,9 @@ constexpr int code_bit(Format value, int i, int b) {
   if (value.bits == 16) return 16 * i + b;
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
-  // e2m1: sign, exponent and mantissa where bf16 has them, but for a shift of 0, 3 or 6; the fourth pair
-  // takes the bits that are left. One digit for each bit, the first pair's in the last four.
-  constexpr std::uint64_t at = 0xebad'9210'c543'f876;
+  // e2m1: exponent and mantissa where bf16 has them, but for shifts by 3; signs fill the bits above. One
+  // digit for each bit, the first pair's in the last four.
+  constexpr std::uint64_t at = 0xdba9'e210'c543'f876;
   return 16 * (i % 2) + static_cast<int>(at >> (16 * (i / 2) + 4 * b) & 15);
 }
 
