@@ -6,7 +6,7 @@
 namespace gatefold::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kPerLane = kRecordColumns / 32;  // neighbours in k
 
 struct Row {
@@ -80,9 +80,14 @@ __device__ bool is_there(const InputArgs& args, std::int64_t row) {
          static_cast<std::uint32_t>(args.ids[row]) < static_cast<std::uint32_t>(args.experts);
 }
 
-__global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
+__device__ __forceinline__ void wait_and_let_start(const InputArgs& args) {
+  if (args.start_next_early) let_next_kernel_start();
   wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (!args.start_next_early) let_next_kernel_start();
+}
+
+__global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
+  wait_and_let_start(args);
   const float amax = is_there(args, blockIdx.x) ? row_amax(Row(args, blockIdx.x)) : 0.0f;
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
 }
@@ -162,8 +167,7 @@ __device__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
 
 template <class Activation>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  wait_and_let_start(args);
   if (!is_there(args, blockIdx.x)) return;
   const Row row(args, blockIdx.x);
   constexpr Operand a = Activation::operand;

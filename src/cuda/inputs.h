@@ -22,6 +22,8 @@ struct InputArgs {
   std::int32_t experts = 0;
   const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic
   float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
+  /// Whether the next kernel may start before the previous one is done: what it reads early is older.
+  bool start_next_early = false;
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;

@@ -313,6 +313,7 @@ class LayerRun {
   void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static) {
     if (!ffn.mid.activation.quantized()) return;
     InputArgs mid = rows(ffn.mid, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
+    mid.start_next_early = true;
     if (&ffn == &b_.routed) of_slots(mid);
     if (with_static) mid.static_scales = weights_.mid_scales;
     launched(launch_inputs(mid, stream_), "round the intermediate");
