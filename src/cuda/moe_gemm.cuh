@@ -11,14 +11,19 @@
 
 namespace gatefold::cuda {
 
-/// A step's activations in shared memory, as this lane needs them: column lane / 4 of B.
+/// Where a round's activations are in a stage, for this lane: column lane / 4 of B.
+template <class T>
 struct Columns {
-  const std::byte* rows;
-  int stride, count, lane;  ///< tokens that the item lacks are its last one, and are not used
+  int offsets[T::tiles];
 
-  __device__ __forceinline__ uint4 load(int tile, int block) const {
-    const int token = min(tile * kTileTokens + lane / 4, count - 1);
-    return *reinterpret_cast<const uint4*>(rows + token * stride + block * 64 + lane % 4 * 16);
+  /// Tokens that the item lacks are its last one, and are not used.
+  __device__ __forceinline__ void set(const Stage& stage, int slice, int lane) {
+    for (int t = 0; t < T::tiles; ++t)
+      offsets[t] = T::weight_bytes + slice * kRecordColumns * 2 + lane % 4 * 16 +
+                   min(t * kTileTokens + lane / 4, stage.count - 1) * T::input_stride(stage.slices);
+  }
+  __device__ __forceinline__ uint4 load(const std::byte* stage, int tile, int block) const {
+    return *reinterpret_cast<const uint4*>(stage + offsets[tile] + block * 64);
   }
 };
 
@@ -144,11 +149,11 @@ __device__ __forceinline__ void multiply_columns(const Pair (&a)[4], Pair b0, Pa
 
 /// A step of a group of units by kTiles tiles of tokens.
 template <class T, int kTiles>
-__device__ __forceinline__ void multiply_step(const std::byte* step, const Columns& columns,
+__device__ __forceinline__ void multiply_step(const std::byte* step, const std::byte* stage,
+                                              const Columns<T>& columns, int lane,
                                               const float (&x_scales)[T::tiles][2], Sums<T>& sums) {
   constexpr PackedFormat P = T::P;
   constexpr int per_row = P.value.bits / 4;  // words of 8 codes
-  const int lane = columns.lane;
   const RecordScales<P> scales[kGroupUnits] = {{step, lane / 4}, {step + T::record_bytes, lane / 4}};
   // Codes are read ahead of what needs them by as many blocks of 32 columns as registers have room for.
   constexpr int kAhead = kTiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
@@ -170,7 +175,7 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const Colum
                            scales[unit].template term<T::M>(block, lane % 4, r), rows[unit][r]);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const uint4 x = columns.load(t, block);
+        const uint4 x = columns.load(stage, t, block);
 #pragma unroll
         for (int unit = 0; unit < kGroupUnits; ++unit) {
           const auto& [low, high] = rows[unit];
@@ -192,39 +197,48 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
                                                 std::byte* memory) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Sums<T> sums = {};
+  // Of the round:
+  Stage round;
+  Columns<T> columns;
   ColumnScales<T> column_scales;
+  int slice = 0;
+  bool takes_part = false;
   for (Place<T> place;; place.advance()) {
     wait_barrier(ring.full + place.index, place.parity);
-    const Stage stage = ring.stages[place.index];
-    if (stage.groups == 0) return;
-    std::byte* weights = memory + place.index * T::stage_bytes;
-    const int row = stage.row(warp), slice = stage.slice(warp), step = stage.step + slice;
-    if (row < stage.groups && step < args.steps) {
+    const Steps now = ring.stages[place.index];
+    if (now.groups == 0) return;
+    if (now.step == 0) {
+      round = ring.stages[place.index];
+      slice = round.slice(warp);
+      takes_part = round.row(warp) < round.groups;
+      columns.set(round, slice, lane);
+      if constexpr (T::record_scales) column_scales.set(args, items, round, lane);
+    }
+    std::byte* stage = memory + place.index * T::stage_bytes;
+    const int step = now.step + slice;
+    if (takes_part && step < args.steps) {
       float x_scales[T::tiles][2];
-      if constexpr (T::record_scales) {
-        if (stage.step == 0) column_scales.set(args, items, stage, lane);
+      if constexpr (T::record_scales)
         for (int t = 0; t < T::tiles; ++t)
           for (int c = 0; c < 2; ++c) x_scales[t][c] = column_scales.scales[t][c][step];
-      }
-      const Columns columns = {weights + T::weight_bytes + slice * kRecordColumns * 2,
-                               T::input_stride(stage.slices), stage.count, lane};
       // Without branches inside, loads of one tile overlap with multiplies of another.
-      const std::byte* own = weights + warp * T::step_bytes;
-      if (constexpr int most = T::tiles; most == 1 || stage.count > most / 2 * kTileTokens)
-        multiply_step<T, most>(own, columns, x_scales, sums);
+      const std::byte* own = stage + warp * T::step_bytes;
+      if (constexpr int most = T::tiles; most == 1 || round.count > most / 2 * kTileTokens)
+        multiply_step<T, most>(own, stage, columns, lane, x_scales, sums);
       else
-        multiply_step<T, (most + 1) / 2>(own, columns, x_scales, sums);
+        multiply_step<T, (most + 1) / 2>(own, stage, columns, lane, x_scales, sums);
     }
-    const bool sums_in_ring = stage.last && stage.slices > 1;
+    const bool sums_in_ring = now.last && round.slices > 1;
     if (!sums_in_ring) ring.release(place);
-    if (stage.last) finish_round<T>(args, items, stage, warp, lane, sums, reinterpret_cast<float4*>(weights));
+    if (now.last) finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
     if (sums_in_ring) ring.release(place);
   }
 }
 
 template <class T>
 __global__ void __launch_bounds__(T::bounds, T::per_core) moe_gemm(const __grid_constant__ GemmArgs args) {
-  extern __shared__ uint4 shared[];
+  // Copies in bulk take up to 1.4 times as long where source and destination differ modulo 128 bytes.
+  extern __shared__ __align__(128) uint4 shared[];
   __shared__ RingState<T> ring;
   auto* memory = reinterpret_cast<std::byte*>(shared);
   auto* tables = reinterpret_cast<FewTables*>(memory + T::stages * T::stage_bytes);

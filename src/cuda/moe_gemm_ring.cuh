@@ -57,16 +57,20 @@ struct GemmTraits {
   static_assert(stages >= 2 && weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
 };
 
-/// What a stage holds: steps [step, step + slices) of `groups` groups, for the tokens of an item.
-struct alignas(16) Stage {
-  int expert, first, count;
-  int group, groups;  ///< groups == 0: the work is done
+/// What a stage holds: steps [step, step + slices) of `groups` groups; slices is a power of two.
+struct alignas(16) Steps {
+  int groups;  ///< 0: the work is done
   int step, slices;
   int last;  ///< whether the round ends with it
 
-  /// The group and the slice of a warp; slices is a power of two.
+  /// The group and the slice of a warp.
   __device__ __forceinline__ int row(int warp) const { return warp >> (31 - __clz(slices)); }
   __device__ __forceinline__ int slice(int warp) const { return warp & (slices - 1); }
+};
+/// The same, and what all stages of a round have: the tokens of an item, and the first group.
+struct Stage : Steps {
+  alignas(16) int expert;
+  int first, count, group;
 };
 
 /// The items of a call, and the slots of their tokens.
@@ -116,7 +120,7 @@ struct Rounds {
     while (slices > 1 && (tokens.count > T::shared_tiles * kTileTokens ||
                           tokens.count * T::input_stride(slices) > T::input_bytes))
       slices /= 2;
-    next = {tokens.expert, tokens.first, tokens.count, group, groups, 0, slices, slices >= args.steps};
+    next = {{groups, 0, slices, slices >= args.steps}, tokens.expert, tokens.first, tokens.count, group};
     left -= groups;
     group += groups;
     if (group == args.groups) group = 0, ++item;
