@@ -60,7 +60,7 @@ GATEFOLD_HD constexpr std::uint32_t select(std::uint32_t word, std::uint32_t mas
 template <PackedFormat P, Format M>
 constexpr int decoded_power() {
   if (P.value.is_integer()) return 9;
-  if (P.folded) return 11;
+  if (P.folded) return P.scale == formats::ue4m3 ? 11 : 0;
   if (P.value == formats::e4m3 && M == formats::f16) return 8;
   return 0;
 }
@@ -71,15 +71,19 @@ GATEFOLD_HD Pair zero_term(std::uint32_t zero) {
   constexpr Pair minus = both<M>(M == formats::bf16 ? -0x1p124f : -0x1p15f);
   return multiply<M>(zero * 0x10001u, minus);
 }
-/// scale * 2^115 (bf16), 2^3 (f16), from the repacked scale in both halves.
-template <Format M>
+/// A folded scale from its byte in both halves: ue4m3 times 2^115 (bf16) or 2^3 (f16); of ue8m0 the row's
+/// largest is 2^127 or 2^15.
+template <PackedFormat P, Format M>
 GATEFOLD_HD Pair folded_pair(Pair repacked) {
-  if constexpr (M == formats::bf16) return repacked * 16 + 0x70007000u;
-  return repacked << 7;
+  if constexpr (P.scale == formats::ue4m3)
+    return M == formats::bf16 ? repacked * 16 + 0x70007000u : repacked << 7;
+  if constexpr (M == formats::bf16) return repacked << 7;
+  const std::uint32_t exponent = repacked & 0xff;
+  return exponent > 224 ? (exponent - 224) * 0x04000400u : 0;
 }
 template <PackedFormat P, Format M>
 GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {
-  return folded_pair<M>(repacked * 0x10001u);
+  return folded_pair<P, M>(repacked * 0x10001u);
 }
 
 /// Integers that count from 0: the low bits of a half are subnormals, and so are the next ones, times 16.
@@ -105,11 +109,11 @@ GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* ou
 
 /// e4m3 and e5m2, a code in the upper byte of each half: the fields move to where M has them.
 template <PackedFormat P, Format M>
-GATEFOLD_HD Pair decode_bytes(std::uint32_t upper) {
+GATEFOLD_HD Pair decode_bytes(std::uint32_t upper, Pair term) {
   constexpr int shift = M.exponent_bits - P.value.exponent_bits;
   constexpr std::uint32_t fields = (0x7f00u >> shift) * 0x10001u;
-  if constexpr (shift == 0) return upper & 0xff00ff00u;
-  const Pair moved = select(upper, 0x80008000u, upper >> shift & fields);
+  const Pair moved = shift == 0 ? upper & 0xff00ff00u : select(upper, 0x80008000u, upper >> shift & fields);
+  if constexpr (P.folded) return multiply<M>(moved, term);
   if constexpr (M == formats::f16) return moved;  // decoded_power
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - P.value.bias()));
   return multiply<M>(moved, power);
@@ -143,8 +147,8 @@ GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
     decode_integers<P, M>(words, term, out);
   } else if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
-      out[2 * w] = decode_bytes<P, M>(words[w] << 8);
-      out[2 * w + 1] = decode_bytes<P, M>(words[w]);
+      out[2 * w] = decode_bytes<P, M>(words[w] << 8, term);
+      out[2 * w + 1] = decode_bytes<P, M>(words[w], term);
     }
   } else {
     decode_e2m1<P, M>(words[0], term, out);

@@ -16,9 +16,13 @@ struct Columns {
   const std::byte* rows;
   int stride, count, lane;  ///< tokens that the item lacks are its last one, and are not used
 
+  /// Rows of two tokens are 64 bytes apart, modulo 128. The 16 bytes of 8 lanes that are read at once are
+  /// different ones of 128: either the lanes of a token read 64 neighbours, or (folded) each a part of its
+  /// own 64, whose place among them is block ^ lane % 4.
+  template <PackedFormat P>
   __device__ __forceinline__ uint4 load(int tile, int block) const {
     const int token = min(tile * kTileTokens + lane / 4, count - 1);
-    return *reinterpret_cast<const uint4*>(rows + token * stride + block * 64 + lane % 4 * 16);
+    return *reinterpret_cast<const uint4*>(rows + token * stride + P.column(lane % 4, block) * 2);
   }
 };
 
@@ -64,23 +68,19 @@ struct Codes {
   }
 };
 
-/// The value of a ue8m0 code, byte `index` of a word: code 0 is subnormal, 255 is NaN.
-__device__ __forceinline__ float power_of_two(std::uint32_t word, int index) {
-  const std::uint32_t exponent = (index < 3 ? word << (23 - 8 * index) : word >> 1) & 0x7f800000u;
-  const float power = __uint_as_float(max(exponent, 0x00400000u));
-  return power + (power - power);  // neither changes a finite number
-}
-
-/// Scales and zero points of a record, for rows lane / 4 and + 8.
+/// Scales and zero points of a record, for rows lane / 4 and + 8; folded: of this lane's columns.
 template <PackedFormat P>
 struct RecordScales {
   static constexpr int groups = P.groups(), values = P.value_bytes(), zeros_at = P.zeros_at();
-  static constexpr int bytes = !P.scale.stored() ? 0 : P.banded ? 8 : groups * 2 * P.scale.bits / 8;
+  static constexpr int bytes = !P.scale.stored() ? 0
+                               : P.banded        ? 8
+                                                 : groups * 2 * P.scale.bits / 8 / (P.folded ? 4 : 1);
   alignas(16) std::uint32_t words[bytes / 4 + 1];
   std::uint32_t zeros[1];
 
-  __device__ RecordScales(const std::byte* record, int row) {
-    if constexpr (bytes != 0) load_words<bytes>(record + values + (P.banded ? 0 : row * bytes), words);
+  __device__ RecordScales(const std::byte* record, int lane) {
+    const int row = lane / 4, at = P.banded ? 0 : (P.folded ? lane : row) * bytes;
+    if constexpr (bytes != 0) load_words<bytes>(record + values + at, words);
     if constexpr (P.zeros) load_words<groups>(record + zeros_at + row * groups, zeros);
   }
   __device__ std::uint32_t code(int group, int half) const {
@@ -91,20 +91,17 @@ struct RecordScales {
   __device__ float scale(int group, int half) const {
     if constexpr (!P.scale.stored() || P.folded)
       return 1.0f;
-    else if constexpr (P.scale == formats::ue8m0)
-      return power_of_two(words[group / 2], group % 2 * 2 + half);
     else if constexpr (P.scale == formats::bf16)
       return __uint_as_float(half == 0 ? words[group] << 16 : words[group] & 0xffff0000u);
     else
       return decode<P.scale>(code(group, half));
   }
-  /// decode8's term for 8 columns of a block of 32, those from 8 * quarter on.
+  /// decode8's term for the 8 columns of a block.
   template <Format M>
-  __device__ Pair term(int block, int quarter, int half) const {
-    if constexpr (P.folded) {  // groups of 16
-      static_assert(!P.folded || (P.group == 16 && P.scale.bits == 8));
-      const int byte = quarter / 2 * 2 + half;  // to both halves
-      return folded_pair<M>(__byte_perm(words[block], 0, 0x4040 + byte * 0x0101));
+  __device__ Pair term(int block, int half) const {
+    if constexpr (P.folded) {
+      const int byte = block * 8 / P.group * 2 + half;  // to both halves
+      return folded_pair<P, M>(__byte_perm(words[0], 0, 0x4040 + byte * 0x0101));
     }
     if constexpr (P.zeros) return zero_term<P, M>(zeros[0] >> (block * 32 / P.group * 8 + half * 4) & 15);
     return 0;
@@ -149,7 +146,7 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const Colum
   constexpr PackedFormat P = T::P;
   constexpr int per_row = P.value.bits / 4;  // words of 8 codes
   const int lane = columns.lane;
-  const RecordScales<P> scales[kGroupUnits] = {{step, lane / 4}, {step + T::record_bytes, lane / 4}};
+  const RecordScales<P> scales[kGroupUnits] = {{step, lane}, {step + T::record_bytes, lane}};
   // Codes are read ahead of what needs them by as many blocks of 32 columns as registers have room for.
   constexpr int kAhead = kTiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
   Sums<T> parts = {};  // of a group of columns
@@ -167,10 +164,10 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const Colum
       for (int unit = 0; unit < kGroupUnits; ++unit)
         for (int r = 0; r < 2; ++r)
           decode8<P, T::M>(codes[unit].words + (2 * i + r) * per_row,
-                           scales[unit].template term<T::M>(block, lane % 4, r), rows[unit][r]);
+                           scales[unit].template term<T::M>(block, r), rows[unit][r]);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const uint4 x = columns.load(t, block);
+        const uint4 x = columns.template load<P>(t, block);
 #pragma unroll
         for (int unit = 0; unit < kGroupUnits; ++unit) {
           const auto& [low, high] = rows[unit];
