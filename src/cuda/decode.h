@@ -56,6 +56,13 @@ GATEFOLD_HD constexpr std::uint32_t select(std::uint32_t word, std::uint32_t mas
   return (word & mask) | or_bits;
 }
 
+/// Sign and fields from where bf16 has them to where M has them: f16's exponent is three bits further left.
+template <Format M>
+GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
+  if constexpr (M == formats::bf16) return pair;
+  return select(pair, 0x80008000u, (pair & 0x0fff0fffu) << 3);
+}
+
 /// value = decoded * 2^decoded_power.
 template <PackedFormat P, Format M>
 constexpr int decoded_power() {
@@ -107,16 +114,33 @@ GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* ou
   }
 }
 
-/// e4m3 and e5m2, a code in the upper byte of each half: the fields move to where M has them.
+/// e4m3 and e5m2: sign and fields where M has them, to numbers.
 template <PackedFormat P, Format M>
-GATEFOLD_HD Pair decode_bytes(std::uint32_t upper, Pair term) {
-  constexpr int shift = M.exponent_bits - P.value.exponent_bits;
-  constexpr std::uint32_t fields = (0x7f00u >> shift) * 0x10001u;
-  const Pair moved = shift == 0 ? upper & 0xff00ff00u : select(upper, 0x80008000u, upper >> shift & fields);
+GATEFOLD_HD Pair scale_bytes(Pair moved, Pair term) {
   if constexpr (P.folded) return multiply<M>(moved, term);
   if constexpr (M == formats::f16) return moved;  // decoded_power
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - P.value.bias()));
   return multiply<M>(moved, power);
+}
+
+/// e4m3, a word: see code_bit.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode_e4m3(std::uint32_t word, Pair term, Pair* out) {
+  const Pair first = word & 0x87f087f0u;
+  const Pair second = select(word << 4, 0x80f080f0u, word >> 4 & 0x07000700u);
+  out[0] = scale_bytes<P, M>(fields_of_bf16<M>(first), term);
+  out[1] = scale_bytes<P, M>(fields_of_bf16<M>(second), term);
+}
+
+/// e5m2, a word.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode_e5m2(std::uint32_t word, Pair term, Pair* out) {
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t upper = i == 0 ? word << 8 : word;
+    const Pair moved =
+        M == formats::f16 ? upper & 0xff00ff00u : select(upper, 0x80008000u, upper >> 3 & 0x0fe00fe0u);
+    out[i] = scale_bytes<P, M>(moved, term);
+  }
 }
 
 /// e2m1: see code_bit.
@@ -147,8 +171,10 @@ GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
     decode_integers<P, M>(words, term, out);
   } else if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
-      out[2 * w] = decode_bytes<P, M>(words[w] << 8, term);
-      out[2 * w + 1] = decode_bytes<P, M>(words[w], term);
+      if constexpr (P.value == formats::e4m3)
+        decode_e4m3<P, M>(words[w], term, out + 2 * w);
+      else
+        decode_e5m2<P, M>(words[w], term, out + 2 * w);
     }
   } else {
     decode_e2m1<P, M>(words[0], term, out);

@@ -134,6 +134,12 @@ struct PackedShape {
 /// numbers.
 constexpr int code_bit(Format value, int i, int b) {
   if (value.bits == 16) return 16 * i + b;
+  // e4m3: the first pair is where bf16 has sign and fields; of the second one the sign and the low four bits
+  // are 4 too low, the other three 4 too high.
+  if (value.exponent_bits == 4 && value.bits == 8) {
+    if (i < 2) return 16 * i + (b == 7 ? 15 : b + 4);
+    return 16 * (i - 2) + (b < 4 ? b : b == 7 ? 11 : b + 8);
+  }
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
   // e2m1: exponent and mantissa where bf16 has them, but for shifts by 3; signs fill the bits above. One
