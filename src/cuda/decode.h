@@ -146,20 +146,11 @@ GATEFOLD_HD void decode_e5m2(std::uint32_t word, Pair term, Pair* out) {
 /// e2m1: see code_bit.
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_e2m1(std::uint32_t word, Pair term, Pair* out) {
-  constexpr std::uint32_t sign = 0x80008000u, fields = 0x01c001c0u;
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - 1));
-  const Pair factor = P.folded ? term : power;
-  const std::uint32_t magnitudes[4] = {word, word << 3, word << 6, word >> 3};
-  const std::uint32_t signs[4] = {word, word << 3, word << 1, word << 2};
-  for (int i = 0; i < 4; ++i) {
-    const std::uint32_t magnitude = magnitudes[i] & fields;
-    // f16 has its exponent three bits further left.
-    if constexpr (M == formats::f16)
-      out[i] = select(signs[i], sign, magnitude << 3);
-    else
-      out[i] = i < 2 ? magnitudes[i] & (sign | fields) : select(signs[i], sign, magnitude);
-    out[i] = multiply<M>(out[i], factor);
-  }
+  constexpr std::uint32_t mask = 0x81c081c0u;
+  const Pair moved[4] = {word & mask, word << 6 & mask, (word >> 6 | word << 26) & mask,
+                         select(word << 4, 0x81808180u, word >> 4 & 0x00400040u)};
+  for (int i = 0; i < 4; ++i) out[i] = multiply<M>(fields_of_bf16<M>(moved[i]), P.folded ? term : power);
 }
 
 /// 8 codes of a row, neighbours in k: P.value.bits / 4 words to 4 pairs.

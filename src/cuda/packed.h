@@ -142,10 +142,12 @@ constexpr int code_bit(Format value, int i, int b) {
   }
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
-  // e2m1: exponent and mantissa where bf16 has them, but for shifts by 3; signs fill the bits above. One
-  // digit for each bit, the first pair's in the last four.
-  constexpr std::uint64_t at = 0xdba9'e210'c543'f876;
-  return 16 * (i % 2) + static_cast<int>(at >> (16 * (i / 2) + 4 * b) & 15);
+  // e2m1: the first pair is where bf16 has sign and fields, the second one 6 bits lower, the third one 6 bits
+  // higher, in a word that is rotated: its signs come from the other half. Of the fourth one the lowest bit
+  // is 4 bits too high, the others 4 too low.
+  constexpr std::uint8_t at[4][4] = {{6, 7, 8, 15}, {0, 1, 2, 9}, {12, 13, 14, 5}, {10, 3, 4, 11}};
+  const bool other_half = i / 2 == 2 && b == 3;
+  return 16 * (i % 2 ^ (other_half ? 1 : 0)) + at[i / 2][b];
 }
 
 /// What is added to signed codes, so that they count from 0.
