@@ -78,19 +78,22 @@ GATEFOLD_HD Pair zero_term(std::uint32_t zero) {
   constexpr Pair minus = both<M>(M == formats::bf16 ? -0x1p124f : -0x1p15f);
   return multiply<M>(zero * 0x10001u, minus);
 }
-/// A folded scale from its byte in both halves: ue4m3 times 2^115 (bf16) or 2^3 (f16); of ue8m0 the row's
-/// largest is 2^127 or 2^15.
+/// A folded scale from halves with its byte below the one of folded_upper: ue4m3 times 2^115 (bf16) or 2^3
+/// (f16); of ue8m0 the row's largest is 2^127 or 2^15.
 template <PackedFormat P, Format M>
-GATEFOLD_HD Pair folded_pair(Pair repacked) {
-  if constexpr (P.scale == formats::ue4m3)
-    return M == formats::bf16 ? repacked * 16 + 0x70007000u : repacked << 7;
-  if constexpr (M == formats::bf16) return repacked << 7;
-  const std::uint32_t exponent = repacked & 0xff;
+GATEFOLD_HD constexpr std::uint32_t folded_upper() {
+  return P.scale == formats::ue4m3 && M == formats::bf16 ? 7 : 0;
+}
+template <PackedFormat P, Format M>
+GATEFOLD_HD Pair folded_pair(Pair halves) {
+  if constexpr (P.scale == formats::ue4m3) return halves << (M == formats::bf16 ? 4 : 7);
+  if constexpr (M == formats::bf16) return halves << 7;
+  const std::uint32_t exponent = halves & 0xff;
   return exponent > 224 ? (exponent - 224) * 0x04000400u : 0;
 }
 template <PackedFormat P, Format M>
 GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {
-  return folded_pair<P, M>(repacked * 0x10001u);
+  return folded_pair<P, M>((repacked | folded_upper<P, M>() << 8) * 0x10001u);
 }
 
 /// Integers that count from 0: the low bits of a half are subnormals, and so are the next ones, times 16.

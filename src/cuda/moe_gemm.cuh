@@ -16,13 +16,15 @@ struct Columns {
   const std::byte* rows;
   int stride, count, lane;  ///< tokens that the item lacks are its last one, and are not used
 
-  /// Rows of two tokens are 64 bytes apart, modulo 128. The 16 bytes of 8 lanes that are read at once are
-  /// different ones of 128: either the lanes of a token read 64 neighbours, or (folded) each a part of its
-  /// own 64, whose place among them is block ^ lane % 4.
+  /// A multiprocessor reads the 16 bytes of 8 lanes at once, four of each of two tokens, from different
+  /// banks: rows of two tokens are 64 bytes apart, modulo 128. Folded: the four of a token read every second
+  /// 16 bytes, the first two of them even ones and the last two odd ones, or the other way round.
   template <PackedFormat P>
   __device__ __forceinline__ uint4 load(int tile, int block) const {
     const int token = min(tile * kTileTokens + lane / 4, count - 1);
-    return *reinterpret_cast<const uint4*>(rows + token * stride + P.column(lane % 4, block) * 2);
+    const std::byte* first = rows + token * stride + P.column(lane % 4, 0) * 2;
+    const int odd = P.folded ? 16 - lane / 2 % 2 * 32 : 64;
+    return *reinterpret_cast<const uint4*>(first + block % 2 * odd + block / 2 * 128);
   }
 };
 
@@ -73,13 +75,14 @@ template <PackedFormat P>
 struct RecordScales {
   static constexpr int groups = P.groups(), values = P.value_bytes(), zeros_at = P.zeros_at();
   static constexpr int bytes = !P.scale.stored() ? 0
+                               : P.folded        ? 4
                                : P.banded        ? 8
-                                                 : groups * 2 * P.scale.bits / 8 / (P.folded ? 4 : 1);
+                                                 : groups * 2 * P.scale.bits / 8;
   alignas(16) std::uint32_t words[bytes / 4 + 1];
   std::uint32_t zeros[1];
 
   __device__ RecordScales(const std::byte* record, int lane) {
-    const int row = lane / 4, at = P.banded ? 0 : (P.folded ? lane : row) * bytes;
+    const int row = lane / 4, at = P.banded ? 0 : (P.folded ? lane / (P.group / 16) : row) * bytes;
     if constexpr (bytes != 0) load_words<bytes>(record + values + at, words);
     if constexpr (P.zeros) load_words<groups>(record + zeros_at + row * groups, zeros);
   }
@@ -100,8 +103,8 @@ struct RecordScales {
   template <Format M>
   __device__ Pair term(int block, int half) const {
     if constexpr (P.folded) {
-      const int byte = block * 8 / P.group * 2 + half;  // to both halves
-      return folded_pair<P, M>(__byte_perm(words[0], 0, 0x4040 + byte * 0x0101));
+      const int byte = block / 2 * 2 + half;  // to both halves
+      return folded_pair<P, M>(__byte_perm(words[0], folded_upper<P, M>(), 0x4040 + byte * 0x0101));
     }
     if constexpr (P.zeros) return zero_term<P, M>(zeros[0] >> (block * 32 / P.group * 8 + half * 4) & 15);
     return 0;

@@ -4,12 +4,12 @@
 /// all CUDA kernels read. A record is one contiguous piece of memory:
 ///   values  16, 32 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes])
 ///   scales  [8 rows][groups][row, row + 8]; two f32 where a group has 8 rows or more (rows 0-7, rows 8-15)
-///           folded: bytes [32 lanes][groups of the lane][row, row + 8]
+///           folded: bytes [lanes][64 columns][row, row + 8]; lanes 2 i and 2 i + 1 share groups of 32
 ///   zeros   [8 rows][groups] bytes: row in the low nibble, row + 8 in the high one
 /// padded to 16 bytes. Lane 4 r + q holds rows r and r + 8, and of each of four blocks of columns 8 that are
 /// neighbours in memory (PackedFormat::column): that is an A fragment of two m16n8k16 multiplies whose k
-/// indices are permuted, the same for both operands. Where scales are folded, a lane's four times 8 columns
-/// are neighbours too, so that it has one or two scales of a row.
+/// indices are permuted, the same for both operands. Where scales are folded, two blocks of a lane are
+/// neighbours, so that it has two scales of a row.
 ///
 /// A matrix [n, k] is [16] f32 a unit of 16 rows (a channel's, tensor's or second-level scale, the unit of
 /// folded powers of two; NaN for rows that hold a NaN), where the format has such scales, and then its
@@ -58,13 +58,14 @@ struct PackedFormat {
   constexpr int zeros_at() const { return value_bytes() + scale_bytes(); }
   constexpr int record_bytes() const { return (zeros_at() + (zeros ? 8 * groups() : 0) + 15) / 16 * 16; }
 
-  /// The first of the 8 columns that lanes 4 r + q hold of a block (of 4).
+  /// The first of the 8 columns that lanes 4 r + q hold of a block (of 4). Folded: of each 64 columns the 16
+  /// from 16 q on, in two blocks that change places from q = 2 on.
   constexpr int column(int q, int block) const {
-    return folded ? 32 * q + 8 * (block ^ q) : 32 * block + 8 * q;
+    return folded ? block / 2 * 64 + 16 * q + 8 * (block % 2 ^ q / 2) : 32 * block + 8 * q;
   }
   /// The same, inverted: where column k is.
-  constexpr int quarter_of(int k) const { return folded ? k / 32 : k % 32 / 8; }
-  constexpr int block_of(int k) const { return folded ? k % 32 / 8 ^ k / 32 : k / 32; }
+  constexpr int quarter_of(int k) const { return folded ? k % 64 / 16 : k % 32 / 8; }
+  constexpr int block_of(int k) const { return folded ? k / 64 * 2 + (k % 16 / 8 ^ k % 64 / 32) : k / 32; }
 };
 
 /// Whether products of codes and scales fit 16 bits: significands of 2 bits by 4, or any by a power of two.
@@ -177,8 +178,8 @@ constexpr int word_at(const PackedFormat& p, int r, int k) {
 constexpr int scale_at(const PackedFormat& p, int r, int g) {
   if (p.banded) return p.value_bytes() + r / 8 * 4;
   if (p.folded) {
-    const int k = g * p.group, lane = r % 8 * 4 + p.quarter_of(k);
-    return p.value_bytes() + (lane * (32 / p.group) + p.block_of(k) * 8 / p.group) * 2 + r / 8;
+    const int k = g * p.group, owner = (r % 8 * 4 + p.quarter_of(k)) / (p.group / 16);
+    return p.value_bytes() + (owner * 2 + k / 64) * 2 + r / 8;
   }
   return p.value_bytes() + ((r % 8 * p.groups() + g) * 2 + r / 8) * p.scale.bits / 8;
 }
