@@ -56,6 +56,28 @@ GATEFOLD_HD constexpr std::uint32_t select(std::uint32_t word, std::uint32_t mas
   return (word & mask) | or_bits;
 }
 
+/// (a & mask) | (b & ~mask), in one instruction.
+GATEFOLD_HD std::uint32_t merge(std::uint32_t a, std::uint32_t b, std::uint32_t mask) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t merged;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(a), "r"(b), "r"(mask));
+  return merged;
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+/// a - b by the units that multiply, which have less to do here than those of logic and shifts.
+GATEFOLD_HD std::uint32_t subtract(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t difference;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(~0u), "r"(a));
+  return difference;
+#else
+  return a - b;
+#endif
+}
+
 /// Sign and fields from where bf16 has them to where M has them: f16's exponent is three bits further left.
 template <Format M>
 GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
@@ -129,10 +151,15 @@ GATEFOLD_HD Pair scale_bytes(Pair moved, Pair term) {
 /// e4m3, a word: see code_bit.
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_e4m3(std::uint32_t word, Pair term, Pair* out) {
-  const Pair first = word & 0x87f087f0u;
-  const Pair second = select(word << 4, 0x80f080f0u, word >> 4 & 0x07000700u);
-  out[0] = scale_bytes<P, M>(fields_of_bf16<M>(first), term);
-  out[1] = scale_bytes<P, M>(fields_of_bf16<M>(second), term);
+  if constexpr (M == formats::f16) {  // fields are three bits further left
+    out[0] = select(word, 0x80008000u, word << 3 & 0x3f803f80u);
+    out[1] = select(word << 4, 0x80008000u, select(word << 7, 0x07800780u, word >> 1 & 0x38003800u));
+  } else {
+    out[0] = word & 0x87f087f0u;
+    const std::uint32_t rest = subtract(word, out[0]);  // whose neighbours are 0, so that one merge will do
+    out[1] = merge(rest << 4, rest >> 4, 0xf8f0f8f0u);
+  }
+  for (int i = 0; i < 2; ++i) out[i] = scale_bytes<P, M>(out[i], term);
 }
 
 /// e5m2, a word.
