@@ -78,6 +78,15 @@ GATEFOLD_HD std::uint32_t subtract(std::uint32_t a, std::uint32_t b) {
 #endif
 }
 
+/// The upper byte of each half, as its lower one.
+GATEFOLD_HD std::uint32_t upper_bytes(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(word, 0, 0x4341);
+#else
+  return word >> 8 & 0x00ff00ffu;
+#endif
+}
+
 /// Sign and fields from where bf16 has them to where M has them: f16's exponent is three bits further left.
 template <Format M>
 GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
@@ -128,7 +137,7 @@ GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* ou
   if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
       out[2 * w] = multiply_add<M>(words[w] & 0x00ff00ffu, low, start);
-      out[2 * w + 1] = multiply_add<M>(words[w] >> 8 & 0x00ff00ffu, low, start);
+      out[2 * w + 1] = multiply_add<M>(upper_bytes(words[w]), low, start);
     }
   } else {
     const std::uint32_t upper = words[0] >> 8;
