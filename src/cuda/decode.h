@@ -56,11 +56,49 @@ GATEFOLD_HD constexpr std::uint32_t select(std::uint32_t word, std::uint32_t mas
   return (word & mask) | or_bits;
 }
 
+/// (a & mask) | (b & ~mask), in one instruction.
+GATEFOLD_HD std::uint32_t merge(std::uint32_t a, std::uint32_t b, std::uint32_t mask) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t merged;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(a), "r"(b), "r"(mask));
+  return merged;
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+/// a - b by the units that multiply, which have less to do here than those of logic and shifts.
+GATEFOLD_HD std::uint32_t subtract(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t difference;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(~0u), "r"(a));
+  return difference;
+#else
+  return a - b;
+#endif
+}
+
+/// The upper byte of each half, as its lower one.
+GATEFOLD_HD std::uint32_t upper_bytes(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(word, 0, 0x4341);
+#else
+  return word >> 8 & 0x00ff00ffu;
+#endif
+}
+
+/// Sign and fields from where bf16 has them to where M has them: f16's exponent is three bits further left.
+template <Format M>
+GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
+  if constexpr (M == formats::bf16) return pair;
+  return select(pair, 0x80008000u, (pair & 0x0fff0fffu) << 3);
+}
+
 /// value = decoded * 2^decoded_power.
 template <PackedFormat P, Format M>
 constexpr int decoded_power() {
   if (P.value.is_integer()) return 9;
-  if (P.folded) return 11;
+  if (P.folded) return P.scale == formats::ue4m3 ? 11 : 0;
   if (P.value == formats::e4m3 && M == formats::f16) return 8;
   return 0;
 }
@@ -71,15 +109,22 @@ GATEFOLD_HD Pair zero_term(std::uint32_t zero) {
   constexpr Pair minus = both<M>(M == formats::bf16 ? -0x1p124f : -0x1p15f);
   return multiply<M>(zero * 0x10001u, minus);
 }
-/// scale * 2^115 (bf16), 2^3 (f16), from the repacked scale in both halves.
-template <Format M>
-GATEFOLD_HD Pair folded_pair(Pair repacked) {
-  if constexpr (M == formats::bf16) return repacked * 16 + 0x70007000u;
-  return repacked << 7;
+/// A folded scale from halves with its byte below the one of folded_upper: ue4m3 times 2^115 (bf16) or 2^3
+/// (f16); of ue8m0 the row's largest is 2^127 or 2^15.
+template <PackedFormat P, Format M>
+GATEFOLD_HD constexpr std::uint32_t folded_upper() {
+  return P.scale == formats::ue4m3 && M == formats::bf16 ? 7 : 0;
+}
+template <PackedFormat P, Format M>
+GATEFOLD_HD Pair folded_pair(Pair halves) {
+  if constexpr (P.scale == formats::ue4m3) return halves << (M == formats::bf16 ? 4 : 7);
+  if constexpr (M == formats::bf16) return halves << 7;
+  const std::uint32_t exponent = halves & 0xff;
+  return exponent > 224 ? (exponent - 224) * 0x04000400u : 0;
 }
 template <PackedFormat P, Format M>
 GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {
-  return folded_pair<M>(repacked * 0x10001u);
+  return folded_pair<P, M>((repacked | folded_upper<P, M>() << 8) * 0x10001u);
 }
 
 /// Integers that count from 0: the low bits of a half are subnormals, and so are the next ones, times 16.
@@ -92,7 +137,7 @@ GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* ou
   if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
       out[2 * w] = multiply_add<M>(words[w] & 0x00ff00ffu, low, start);
-      out[2 * w + 1] = multiply_add<M>(words[w] >> 8 & 0x00ff00ffu, low, start);
+      out[2 * w + 1] = multiply_add<M>(upper_bytes(words[w]), low, start);
     }
   } else {
     const std::uint32_t upper = words[0] >> 8;
@@ -103,35 +148,48 @@ GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* ou
   }
 }
 
-/// e4m3 and e5m2, a code in the upper byte of each half: the fields move to where M has them.
+/// e4m3 and e5m2: sign and fields where M has them, to numbers.
 template <PackedFormat P, Format M>
-GATEFOLD_HD Pair decode_bytes(std::uint32_t upper) {
-  constexpr int shift = M.exponent_bits - P.value.exponent_bits;
-  constexpr std::uint32_t fields = (0x7f00u >> shift) * 0x10001u;
-  if constexpr (shift == 0) return upper & 0xff00ff00u;
-  const Pair moved = select(upper, 0x80008000u, upper >> shift & fields);
+GATEFOLD_HD Pair scale_bytes(Pair moved, Pair term) {
+  if constexpr (P.folded) return multiply<M>(moved, term);
   if constexpr (M == formats::f16) return moved;  // decoded_power
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - P.value.bias()));
   return multiply<M>(moved, power);
 }
 
+/// e4m3, a word: see code_bit.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode_e4m3(std::uint32_t word, Pair term, Pair* out) {
+  if constexpr (M == formats::f16) {  // fields are three bits further left
+    out[0] = select(word, 0x80008000u, word << 3 & 0x3f803f80u);
+    out[1] = select(word << 4, 0x80008000u, select(word << 7, 0x07800780u, word >> 1 & 0x38003800u));
+  } else {
+    out[0] = word & 0x87f087f0u;
+    const std::uint32_t rest = subtract(word, out[0]);  // whose neighbours are 0, so that one merge will do
+    out[1] = merge(rest << 4, rest >> 4, 0xf8f0f8f0u);
+  }
+  for (int i = 0; i < 2; ++i) out[i] = scale_bytes<P, M>(out[i], term);
+}
+
+/// e5m2, a word.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode_e5m2(std::uint32_t word, Pair term, Pair* out) {
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t upper = i == 0 ? word << 8 : word;
+    const Pair moved =
+        M == formats::f16 ? upper & 0xff00ff00u : select(upper, 0x80008000u, upper >> 3 & 0x0fe00fe0u);
+    out[i] = scale_bytes<P, M>(moved, term);
+  }
+}
+
 /// e2m1: see code_bit.
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_e2m1(std::uint32_t word, Pair term, Pair* out) {
-  constexpr std::uint32_t sign = 0x80008000u, fields = 0x01c001c0u;
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - 1));
-  const Pair factor = P.folded ? term : power;
-  const std::uint32_t magnitudes[4] = {word, word << 3, word << 6, word >> 3};
-  const std::uint32_t signs[4] = {word, word << 3, word << 1, word << 2};
-  for (int i = 0; i < 4; ++i) {
-    const std::uint32_t magnitude = magnitudes[i] & fields;
-    // f16 has its exponent three bits further left.
-    if constexpr (M == formats::f16)
-      out[i] = select(signs[i], sign, magnitude << 3);
-    else
-      out[i] = i < 2 ? magnitudes[i] & (sign | fields) : select(signs[i], sign, magnitude);
-    out[i] = multiply<M>(out[i], factor);
-  }
+  constexpr std::uint32_t mask = 0x81c081c0u;
+  const Pair moved[4] = {word & mask, word << 6 & mask, (word >> 6 | word << 26) & mask,
+                         select(word << 4, 0x81808180u, word >> 4 & 0x00400040u)};
+  for (int i = 0; i < 4; ++i) out[i] = multiply<M>(fields_of_bf16<M>(moved[i]), P.folded ? term : power);
 }
 
 /// 8 codes of a row, neighbours in k: P.value.bits / 4 words to 4 pairs.
@@ -143,8 +201,10 @@ GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
     decode_integers<P, M>(words, term, out);
   } else if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
-      out[2 * w] = decode_bytes<P, M>(words[w] << 8);
-      out[2 * w + 1] = decode_bytes<P, M>(words[w]);
+      if constexpr (P.value == formats::e4m3)
+        decode_e4m3<P, M>(words[w], term, out + 2 * w);
+      else
+        decode_e5m2<P, M>(words[w], term, out + 2 * w);
     }
   } else {
     decode_e2m1<P, M>(words[0], term, out);

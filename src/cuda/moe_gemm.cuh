@@ -15,15 +15,21 @@ namespace gatefold::cuda {
 template <class T>
 struct Columns {
   int offsets[T::tiles];
+  int odd;  ///< from an even block of 8 columns to the next
 
   /// Tokens that the item lacks are its last one, and are not used.
   __device__ __forceinline__ void set(const Stage& stage, int slice, int lane) {
+    constexpr PackedFormat P = T::P;
     for (int t = 0; t < T::tiles; ++t)
-      offsets[t] = T::weight_bytes + slice * kRecordColumns * 2 + lane % 4 * 16 +
+      offsets[t] = T::weight_bytes + (slice * kRecordColumns + P.column(lane % 4, 0)) * 2 +
                    min(t * kTileTokens + lane / 4, stage.count - 1) * T::input_stride(stage.slices);
+    odd = P.folded ? 16 - lane / 2 % 2 * 32 : 64;
   }
+  /// A multiprocessor reads the 16 bytes of 8 lanes at once, four of each of two tokens, from different
+  /// banks: rows of two tokens are 64 bytes apart, modulo 128. Folded: the four of a token read every second
+  /// 16 bytes, the first two of them even ones and the last two odd ones, or the other way round.
   __device__ __forceinline__ uint4 load(const std::byte* stage, int tile, int block) const {
-    return *reinterpret_cast<const uint4*>(stage + offsets[tile] + block * 64);
+    return *reinterpret_cast<const uint4*>(stage + offsets[tile] + block % 2 * odd + block / 2 * 128);
   }
 };
 
@@ -69,23 +75,20 @@ struct Codes {
   }
 };
 
-/// The value of a ue8m0 code, byte `index` of a word: code 0 is subnormal, 255 is NaN.
-__device__ __forceinline__ float power_of_two(std::uint32_t word, int index) {
-  const std::uint32_t exponent = (index < 3 ? word << (23 - 8 * index) : word >> 1) & 0x7f800000u;
-  const float power = __uint_as_float(max(exponent, 0x00400000u));
-  return power + (power - power);  // neither changes a finite number
-}
-
-/// Scales and zero points of a record, for rows lane / 4 and + 8.
+/// Scales and zero points of a record, for rows lane / 4 and + 8; folded: of this lane's columns.
 template <PackedFormat P>
 struct RecordScales {
   static constexpr int groups = P.groups(), values = P.value_bytes(), zeros_at = P.zeros_at();
-  static constexpr int bytes = !P.scale.stored() ? 0 : P.banded ? 8 : groups * 2 * P.scale.bits / 8;
+  static constexpr int bytes = !P.scale.stored() ? 0
+                               : P.folded        ? 4
+                               : P.banded        ? 8
+                                                 : groups * 2 * P.scale.bits / 8;
   alignas(16) std::uint32_t words[bytes / 4 + 1];
   std::uint32_t zeros[1];
 
-  __device__ RecordScales(const std::byte* record, int row) {
-    if constexpr (bytes != 0) load_words<bytes>(record + values + (P.banded ? 0 : row * bytes), words);
+  __device__ RecordScales(const std::byte* record, int lane) {
+    const int row = lane / 4, at = P.banded ? 0 : (P.folded ? lane / (P.group / 16) : row) * bytes;
+    if constexpr (bytes != 0) load_words<bytes>(record + values + at, words);
     if constexpr (P.zeros) load_words<groups>(record + zeros_at + row * groups, zeros);
   }
   __device__ std::uint32_t code(int group, int half) const {
@@ -96,20 +99,17 @@ struct RecordScales {
   __device__ float scale(int group, int half) const {
     if constexpr (!P.scale.stored() || P.folded)
       return 1.0f;
-    else if constexpr (P.scale == formats::ue8m0)
-      return power_of_two(words[group / 2], group % 2 * 2 + half);
     else if constexpr (P.scale == formats::bf16)
       return __uint_as_float(half == 0 ? words[group] << 16 : words[group] & 0xffff0000u);
     else
       return decode<P.scale>(code(group, half));
   }
-  /// decode8's term for 8 columns of a block of 32, those from 8 * quarter on.
+  /// decode8's term for the 8 columns of a block.
   template <Format M>
-  __device__ Pair term(int block, int quarter, int half) const {
-    if constexpr (P.folded) {  // groups of 16
-      static_assert(!P.folded || (P.group == 16 && P.scale.bits == 8));
-      const int byte = quarter / 2 * 2 + half;  // to both halves
-      return folded_pair<M>(__byte_perm(words[block], 0, 0x4040 + byte * 0x0101));
+  __device__ Pair term(int block, int half) const {
+    if constexpr (P.folded) {
+      const int byte = block / 2 * 2 + half;  // to both halves
+      return folded_pair<P, M>(__byte_perm(words[0], folded_upper<P, M>(), 0x4040 + byte * 0x0101));
     }
     if constexpr (P.zeros) return zero_term<P, M>(zeros[0] >> (block * 32 / P.group * 8 + half * 4) & 15);
     return 0;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const std::
                                               const float (&x_scales)[T::tiles][2], Sums<T>& sums) {
   constexpr PackedFormat P = T::P;
   constexpr int per_row = P.value.bits / 4;  // words of 8 codes
-  const RecordScales<P> scales[kGroupUnits] = {{step, lane / 4}, {step + T::record_bytes, lane / 4}};
+  const RecordScales<P> scales[kGroupUnits] = {{step, lane}, {step + T::record_bytes, lane}};
   // Codes are read ahead of what needs them by as many blocks of 32 columns as registers have room for.
   constexpr int kAhead = kTiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
   Sums<T> parts = {};  // of a group of columns
@@ -172,7 +172,7 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const std::
       for (int unit = 0; unit < kGroupUnits; ++unit)
         for (int r = 0; r < 2; ++r)
           decode8<P, T::M>(codes[unit].words + (2 * i + r) * per_row,
-                           scales[unit].template term<T::M>(block, lane % 4, r), rows[unit][r]);
+                           scales[unit].template term<T::M>(block, r), rows[unit][r]);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const uint4 x = columns.load(stage, t, block);

@@ -73,7 +73,7 @@ void pack_on_host(const PackJob& job) {
   for (std::int64_t unit = job.first_unit; unit < job.end_unit; ++unit) {
     for (int r = 0; job.shape.format.row_scale && r < kUnitRows; ++r) {
       const PackRow at = row_of(job, unit, r);
-      const float scale = row_scale(at, at.valid && finite_share(job, at, 0, 1));
+      const float scale = row_scale(job.shape.format, at, range_of_share(job, at, 0, 1));
       std::memcpy(job.out + (unit * kUnitRows + r) * sizeof(float), &scale, sizeof(float));
     }
     for (std::int64_t record = 0; record < job.shape.records; ++record)

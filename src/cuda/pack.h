@@ -98,16 +98,16 @@ GATEFOLD_HD std::uint32_t value_word(const PackJob& job, Format value, std::int6
   const int lane = index / 4 % 32, word = index / 128 * 4 + index % 4;  // word: of the lane
   const int r = lane / 4 + word / per_row % 2 * 8;                      // inverse of word_at
   const std::int64_t k =
-      record * kRecordColumns + word / (2 * per_row) * 32 + lane % 4 * 8 + word % per_row * 32 / value.bits;
+      record * kRecordColumns + p.column(lane % 4, word / (2 * per_row)) + word % per_row * 32 / value.bits;
   const PackRow at = row_of(job, unit, r);
   if (!at.valid || k >= job.shape.k) return pack_word(value, 0);
-  if (p.folded && (scale_code(at.source, at.row, k) & 0x7f) == 0) return 0;
+  if (p.folded && p.scale.kind == Kind::magnitude && (scale_code(at.source, at.row, k) & 0x7f) == 0) return 0;
   const std::int64_t byte = k * value.bits / 8;
   return pack_word(
       value, load_bytes(at.source.values + at.row * at.source.row_bytes + byte, at.source.row_bytes - byte));
 }
 
-/// Scale and zero point of (row r, group g) of a record.
+/// Scale of (row r, group g) of a record; the row's own is there already.
 GATEFOLD_HD void pack_group(const PackJob& job, std::int64_t unit, std::int64_t record, int r, int g,
                             std::byte* out) {
   const PackedFormat& p = job.shape.format;
@@ -115,8 +115,10 @@ GATEFOLD_HD void pack_group(const PackJob& job, std::int64_t unit, std::int64_t 
   const std::int64_t k = record * kRecordColumns + g * p.group;
   if (!at.valid || k >= job.shape.k) return;
   std::uint32_t code = scale_code(at.source, at.row, k);
-  if (p.folded)
+  if (p.folded && p.scale.kind == Kind::magnitude)
     code = repack_ue4m3(code);
+  else if (p.folded)
+    code = repack_ue8m0(p.value, code, reinterpret_cast<const float*>(job.out)[unit * kUnitRows + r]);
   else if (p.scale != at.source.scale_format)
     code = std::bit_cast<std::uint32_t>(scale_value(at.source.scale_format, code));
   for (int i = 0; i < p.scale.bits / 8; ++i)
@@ -150,25 +152,33 @@ GATEFOLD_HD void pack_record(const PackJob& job, Format value, std::int64_t unit
   }
 }
 
-/// Whether a worker's share of a row holds no NaN (or Inf, in e5m2): one of them makes all the row's outputs
-/// NaN. Others come through the scales of records.
-GATEFOLD_HD bool finite_share(const PackJob& job, const PackRow& at, int worker, int workers) {
+/// What a row's scale depends on.
+struct RowRange {
+  float largest = 0;   ///< scale of a group
+  bool finite = true;  ///< no NaN (or Inf, in e5m2): one of them makes all the row's outputs NaN
+};
+/// Of a worker's share of a row.
+GATEFOLD_HD RowRange range_of_share(const PackJob& job, const PackRow& at, int worker, int workers) {
   const Format value = job.shape.format.value;
-  bool finite = true;
+  RowRange range;
+  if (!at.valid) return range;
   for (std::int64_t col = worker; col < at.source.scale_cols; col += workers) {
     const float scale =
         scale_value(at.source.scale_format, scale_code(at.source, at.row, col * at.source.group.k));
-    finite &= scale - scale == 0;
+    range.finite &= scale - scale == 0;
+    if (scale > range.largest) range.largest = scale;
   }
-  if (value.bits != 8 || !value.is_float()) return finite;
+  if (value.bits != 8 || !value.is_float()) return range;
   for (std::int64_t k = worker; k < job.shape.k; k += workers)
-    finite &= (static_cast<std::uint32_t>(at.source.values[at.row * at.source.row_bytes + k]) & 0x7f) <=
-              value.max_code();
-  return finite;
+    range.finite &= (static_cast<std::uint32_t>(at.source.values[at.row * at.source.row_bytes + k]) & 0x7f) <=
+                    value.max_code();
+  return range;
 }
-GATEFOLD_HD float row_scale(const PackRow& at, bool finite) {
+GATEFOLD_HD float row_scale(const PackedFormat& p, const PackRow& at, const RowRange& range) {
   if (!at.valid) return 0;
-  if (!finite) return std::bit_cast<float>(0x7fc00000u);
+  if (!range.finite) return std::bit_cast<float>(0x7fc00000u);
+  if (p.folded && p.scale.kind == Kind::exponent)
+    return range.largest * detail::power_of_two(-p.value.bias());
   if (at.source.group.k != 0) return at.source.tensor_scale;
   return scale_value(at.source.scale_format, scale_code(at.source, at.row, 0));
 }

@@ -20,8 +20,10 @@ __global__ void __launch_bounds__(kThreads) pack_row_scales(const __grid_constan
   for (std::int64_t i = job.first_unit * kUnitRows + blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
        i < job.end_unit * kUnitRows; i += warps) {
     const PackRow at = row_of(job, i / kUnitRows, static_cast<int>(i % kUnitRows));
-    const bool finite = __all_sync(~0u, !at.valid || finite_share(job, at, lane, 32));
-    if (lane == 0) reinterpret_cast<float*>(job.out)[i] = row_scale(at, finite);
+    RowRange range = range_of_share(job, at, lane, 32);
+    range.finite = __all_sync(~0u, range.finite);
+    range.largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(range.largest)));  // not negative
+    if (lane == 0) reinterpret_cast<float*>(job.out)[i] = row_scale(job.shape.format, at, range);
   }
 }
 

@@ -4,16 +4,25 @@
 /// all CUDA kernels read. A record is one contiguous piece of memory:
 ///   values  16, 32 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes])
 ///   scales  [8 rows][groups][row, row + 8]; two f32 where a group has 8 rows or more (rows 0-7, rows 8-15)
+///           folded: bytes [lanes][64 columns][row, row + 8]; lanes 2 i and 2 i + 1 share groups of 32
 ///   zeros   [8 rows][groups] bytes: row in the low nibble, row + 8 in the high one
-/// padded to 16 bytes. Lane 4 r + q holds rows r and r + 8, and of each 32 columns the 8 that begin at 8 q:
-/// that is an A fragment of two m16n8k16 multiplies whose k indices are permuted, the same for both operands,
-/// so that 8 columns are neighbours in memory.
+/// padded to 16 bytes. Lane 4 r + q holds rows r and r + 8, and of each of four blocks of columns 8 that are
+/// neighbours in memory (PackedFormat::column): that is an A fragment of two m16n8k16 multiplies whose k
+/// indices are permuted, the same for both operands. Where scales are folded, two blocks of a lane are
+/// neighbours, so that it has two scales of a row.
 ///
-/// A matrix [n, k] is [16] f32 a unit of 16 rows (a channel's, tensor's or second-level scale; NaN for rows
-/// that hold a NaN), where the format has such scales, and then its records, [pair of units][column of
-/// records][unit of the pair]: a warp multiplies both units by the activations that it has loaded. Two
-/// matrices that are multiplied by the same inputs, gate and up, share units: rows 0-7 of one, rows 8-15 of
-/// the other. Rows and columns that the matrices lack are 0.
+/// A matrix [n, k] is [16] f32 a unit of 16 rows (a channel's, tensor's or second-level scale, the unit of
+/// folded powers of two; NaN for rows that hold a NaN), where the format has such scales, and then its
+/// records, [pair of units][column of records][unit of the pair]: a warp multiplies both units by the
+/// activations that it has loaded. Two matrices that are multiplied by the same inputs, gate and up, share
+/// units: rows 0-7 of one, rows 8-15 of the other. Rows and columns that the matrices lack are 0.
+///
+/// Folded ue8m0 scales, s = 2^c, are relative to the largest of their row, 2^top: a byte max(0, 254 + c -
+/// top), the exponent of a bf16 factor, and the row's scale is 2^(top - bias), with the bias of the values'
+/// format. What is decoded is then value * 2^(bias + c - top), exact in bf16 down to its smallest subnormal:
+/// scales 2^-133 (e2m1) or 2^-131 (e4m3) of the row's largest. In f16 it is exact down to 2^-24 and 2^-22;
+/// smaller products are rounded to multiples of 2^-24, and what lies 2^-30 below the largest scale or more is
+/// 0.
 
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +32,7 @@
 
 namespace gatefold::cuda {
 
-inline constexpr int kPackedVersion = 2;
+inline constexpr int kPackedVersion = 3;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
 inline constexpr int kRecordColumns = 128;
@@ -48,11 +57,22 @@ struct PackedFormat {
   }
   constexpr int zeros_at() const { return value_bytes() + scale_bytes(); }
   constexpr int record_bytes() const { return (zeros_at() + (zeros ? 8 * groups() : 0) + 15) / 16 * 16; }
+
+  /// The first of the 8 columns that lanes 4 r + q hold of a block (of 4). Folded: of each 64 columns the 16
+  /// from 16 q on, in two blocks that change places from q = 2 on.
+  constexpr int column(int q, int block) const {
+    return folded ? block / 2 * 64 + 16 * q + 8 * (block % 2 ^ q / 2) : 32 * block + 8 * q;
+  }
+  /// The same, inverted: where column k is.
+  constexpr int quarter_of(int k) const { return folded ? k % 64 / 16 : k % 32 / 8; }
+  constexpr int block_of(int k) const { return folded ? k / 64 * 2 + (k % 16 / 8 ^ k % 64 / 32) : k / 32; }
 };
 
-/// Whether a product of codes fits the 8 bits of bf16's significand (and f16's).
+/// Whether products of codes and scales fit 16 bits: significands of 2 bits by 4, or any by a power of two.
 constexpr bool folds(const Operand& w) {
-  return w.value == formats::e2m1 && w.scale == formats::ue4m3;
+  if (w.group.n != 1 || (w.group.k != 16 && w.group.k != 32)) return false;
+  return (w.value == formats::e2m1 && w.scale == formats::ue4m3) ||
+         (w.value.is_float() && w.value.bits <= 8 && w.scale == formats::ue8m0);
 }
 
 /// Whether the records can hold an operand: groups have 128 columns, or a part or a multiple of that.
@@ -82,6 +102,7 @@ constexpr PackedFormat packed_format(const Operand& w, bool wide = false) {
   p.scale = (wide && may_be_wide(w)) || p.banded ? formats::f32 : w.scale;
   p.zeros = w.zero_point.stored();
   p.folded = folds(w);
+  p.row_scale |= p.folded;
   return p;
 }
 
@@ -114,12 +135,20 @@ struct PackedShape {
 /// numbers.
 constexpr int code_bit(Format value, int i, int b) {
   if (value.bits == 16) return 16 * i + b;
+  // e4m3: the first pair is where bf16 has sign and fields; of the second one the sign and the low four bits
+  // are 4 too low, the other three 4 too high.
+  if (value.exponent_bits == 4 && value.bits == 8) {
+    if (i < 2) return 16 * i + (b == 7 ? 15 : b + 4);
+    return 16 * (i - 2) + (b < 4 ? b : b == 7 ? 11 : b + 8);
+  }
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
-  // e2m1: exponent and mantissa where bf16 has them, but for shifts by 3; signs fill the bits above. One
-  // digit for each bit, the first pair's in the last four.
-  constexpr std::uint64_t at = 0xdba9'e210'c543'f876;
-  return 16 * (i % 2) + static_cast<int>(at >> (16 * (i / 2) + 4 * b) & 15);
+  // e2m1: the first pair is where bf16 has sign and fields, the second one 6 bits lower, the third one 6 bits
+  // higher, in a word that is rotated: its signs come from the other half. Of the fourth one the lowest bit
+  // is 4 bits too high, the others 4 too low.
+  constexpr std::uint8_t at[4][4] = {{6, 7, 8, 15}, {0, 1, 2, 9}, {12, 13, 14, 5}, {10, 3, 4, 11}};
+  const bool other_half = i / 2 == 2 && b == 3;
+  return 16 * (i % 2 ^ (other_half ? 1 : 0)) + at[i / 2][b];
 }
 
 /// What is added to signed codes, so that they count from 0.
@@ -138,16 +167,20 @@ GATEFOLD_HD constexpr std::uint32_t pack_word(Format value, std::uint32_t codes)
 }
 
 /// Where the word with codes of row r (of 16) from column k (of 128) on begins in a record. Bytes.
-constexpr int word_at(Format value, int r, int k) {
-  const int lane = r % 8 * 4 + k % 32 / 8;
-  const int per_row = value.bits / 4;  // words of 8 codes
-  const int word = k / 32 * 2 * per_row + r / 8 * per_row + k % 8 * value.bits / 32;
+constexpr int word_at(const PackedFormat& p, int r, int k) {
+  const int lane = r % 8 * 4 + p.quarter_of(k);
+  const int per_row = p.value.bits / 4;  // words of 8 codes
+  const int word = p.block_of(k) * 2 * per_row + r / 8 * per_row + k % 8 * p.value.bits / 32;
   return word / 4 * kLineBytes + lane * 16 + word % 4 * 4;
 }
 
 /// Where the scale of row r and group g begins. Bytes.
 constexpr int scale_at(const PackedFormat& p, int r, int g) {
   if (p.banded) return p.value_bytes() + r / 8 * 4;
+  if (p.folded) {
+    const int k = g * p.group, owner = (r % 8 * 4 + p.quarter_of(k)) / (p.group / 16);
+    return p.value_bytes() + (owner * 2 + k / 64) * 2 + r / 8;
+  }
   return p.value_bytes() + ((r % 8 * p.groups() + g) * 2 + r / 8) * p.scale.bits / 8;
 }
 
@@ -160,6 +193,13 @@ constexpr int zero_at(const PackedFormat& p, int r, int g) {
 GATEFOLD_HD constexpr std::uint32_t repack_ue4m3(std::uint32_t code) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(decode<formats::ue4m3>(code));
   return (code & 0x7f) == 0 ? 0 : ((bits >> 20) - ((127 - 18) << 3)) & 0xff;
+}
+/// ue8m0 as packed; `unit` is the row's scale.
+GATEFOLD_HD constexpr std::uint32_t repack_ue8m0(Format value, std::uint32_t code, float unit) {
+  // Every float's power is normal as a double.
+  const int power = static_cast<int>(std::bit_cast<std::uint64_t>(static_cast<double>(unit)) >> 52) - 1023;
+  const int exponent = static_cast<int>(code) + 127 - value.bias() - power;
+  return exponent < 0 ? 0 : static_cast<std::uint32_t>(exponent);
 }
 
 }  // namespace gatefold::cuda

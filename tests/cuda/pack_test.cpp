@@ -75,7 +75,7 @@ void read8(const Packed& packed, std::int64_t unit, int r, std::int64_t k, doubl
   const int column = static_cast<int>(k % kRecordColumns), g = column / P.group;
   std::uint32_t words[4] = {};
   for (int i = 0; i < P.value.bits / 4; ++i)
-    std::memcpy(&words[i], record + word_at(P.value, r, column + i * 32 / P.value.bits), 4);
+    std::memcpy(&words[i], record + word_at(P, r, column + i * 32 / P.value.bits), 4);
   double scale = 1;
   Pair term = 0;
   if (P.row_scale) {
@@ -161,15 +161,34 @@ TEST(Pack, EverySchemeComesBack) {
   });
 }
 
+/// How far below the largest scale of a row products are exact: the power of two.
+template <PackedFormat P, Format M>
+constexpr int exact_depth() {
+  const int smallest = 1 - P.value.bias() - P.value.mantissa_bits;  // power of the values' smallest step
+  return smallest + P.value.bias() - (1 - M.bias() - M.mantissa_bits);
+}
+static_assert(exact_depth<packed_format(schemes::mxfp4::scheme.weight), formats::bf16>() == 133);
+static_assert(exact_depth<packed_format(schemes::mxfp4::scheme.weight), formats::f16>() == 24);
+static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme.weight), formats::bf16>() == 131);
+static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme.weight), formats::f16>() == 22);
+
 /// Every code beside every zero point or folded scale, with its sign.
 template <PackedFormat P, Format M>
 void check_codes(const char* name) {
   constexpr std::uint32_t codes = 1u << P.value.bits;
-  for (std::uint32_t extra = 0; extra < (P.folded ? 0x7fu : P.zeros ? 16u : 1u); ++extra) {
-    if (P.folded && extra == 0) continue;  // its codes are packed as 0
+  constexpr bool power = P.folded && P.scale == formats::ue8m0;
+  for (std::uint32_t extra = 0; extra < (power ? 255u : P.folded ? 0x7fu : P.zeros ? 16u : 1u); ++extra) {
+    if (P.folded && !power && extra == 0) continue;  // its codes are packed as 0
     Pair term = 0;
     double scale = 1, zero = 0;
-    if (P.folded) {
+    bool exact = true;
+    if (power) {  // the row's largest is 2^127, repacked as 254
+      const float unit = std::ldexp(1.0f, 127 - P.value.bias());
+      ASSERT_EQ(repack_ue8m0(P.value, extra, unit), extra);
+      term = folded_term<P, M>(extra);
+      scale = std::ldexp(1.0, static_cast<int>(extra) - 254 + P.value.bias());
+      exact = 254 - static_cast<int>(extra) <= exact_depth<P, M>();
+    } else if (P.folded) {
       term = folded_term<P, M>(repack_ue4m3(extra));
       scale = decode<formats::ue4m3>(extra);
     }
@@ -191,7 +210,13 @@ void check_codes(const char* name) {
         if (!std::isfinite(expected)) continue;  // its row's scale is NaN
         const double decoded =
             std::ldexp(decode<M>(pairs[at / 2] >> (16 * (at % 2)) & 0xffff), decoded_power<P, M>());
-        ASSERT_EQ(decoded, expected) << name << " code " << code << " extra " << extra << " at " << at;
+        if (exact)
+          ASSERT_EQ(decoded, expected) << name << " code " << code << " extra " << extra << " at " << at;
+        else  // half of the smallest step; f16: or what 2^-30 of the largest scale makes of a code
+          ASSERT_LE(std::abs(decoded - expected),
+                    M == formats::bf16 ? 0x1p-134
+                                       : std::max(0x1p-25, std::ldexp(P.value.max(), P.value.bias() - 30)))
+              << name << " code " << code << " extra " << extra;
         ASSERT_EQ(std::signbit(decoded), std::signbit(expected)) << name << " code " << code;
       }
   }
@@ -228,6 +253,8 @@ TEST(Pack, NanMakesItsRowNan) {
       matrix.values[5 * 128 + 77] = std::byte{0x7f};
     else if (p.scale == formats::ue4m3)
       matrix.scales[5 * 8 + 3] = std::byte{0x7f};
+    else if (p.scale == formats::ue8m0)
+      matrix.scales[5 * 4 + 3] = std::byte{0xff};
     else
       store_scales(matrix, 5, std::vector<float>{NAN}.data(), 1);
     const Packed packed = pack({matrix}, false);
@@ -235,6 +262,29 @@ TEST(Pack, NanMakesItsRowNan) {
       float scale = 0;
       std::memcpy(&scale, packed.bytes.data() + r * 4, 4);
       EXPECT_EQ(std::isnan(scale), r == 5) << S::scheme.name << " " << r;
+    }
+  });
+}
+
+/// Rows with largest scales from 2^-127 to 2^127, and scales as far below them as 16 bits hold.
+template <class S, Format M>
+void check_depths() {
+  constexpr PackedFormat p = packed_format(S::scheme.weight);
+  QuantizedMatrix matrix = random_matrix(S::id, formats::ue8m0, 255, 2 * kRecordColumns);
+  for (std::size_t i = 0; i < matrix.scales.size(); ++i) {
+    const auto row = static_cast<int>(i / 8), below = static_cast<int>(i % 8) * exact_depth<p, M>() / 7;
+    matrix.scales[i] = static_cast<std::byte>(std::max(0, row - below));
+  }
+  SCOPED_TRACE(S::scheme.name);
+  expect_equal<p, M>({matrix}, false);
+  expect_equal<p, M>({matrix, matrix}, false);
+}
+
+TEST(Pack, FoldedPowersOfEveryRow) {
+  for_each_scheme([]<class S>() {
+    if constexpr (S::scheme.weight.scale == formats::ue8m0) {
+      check_depths<S, formats::bf16>();
+      check_depths<S, formats::f16>();
     }
   });
 }
