@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(T::bounds, T::per_core) moe_gemm(const __grid_
 
   ring.init();
   if (!args.routed_early) wait_for_previous_kernel();
-  const Items items = find_items<T>(args, *tables);
+  const Items items = find_items<T>(args, *tables, memory);
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp == T::warps) {
