@@ -287,6 +287,7 @@ class LayerRun {
                   .rows = static_cast<std::int32_t>(n),
                   .slots = tokens_,
                   .inputs = (down ? ffn.mid : ffn.in).gemm(base_),
+                  .routing = {},
                   .routed_early = true,
                   .kind = kind,
                   .activation = spec_.activation};

@@ -36,7 +36,7 @@ __device__ __noinline__ inline void route_few_tokens(GemmRouting args, int exper
 ///
 /// At most 64 slots: each compares its expert with those of all others.
 template <int kTokens>
-__device__ __noinline__ int list_few_items(int id, int slots, FewTables* tables) {
+__device__ int list_few_items(int id, int slots, FewTables* tables) {
   // Bits are slots.
   const int slot = static_cast<int>(threadIdx.x);
   const auto mine = static_cast<unsigned>(id);  // none comes last
@@ -81,7 +81,7 @@ __device__ __forceinline__ int sum_bytes(std::uint64_t bytes) {
 /// The same of at most kFewSlots slots, by a stable counting sort: within a warp, lanes of one expert find
 /// each other by a vote.
 template <int kTokens>
-__device__ __noinline__ int list_items(int id, int experts, FewTables* tables) {
+__device__ int list_items(int id, int experts, FewTables* tables) {
   constexpr int threads = kFewSlots, warps = threads / 32;  // the others only come to the barriers
   __shared__ int warp_sums[warps];
   std::uint64_t* counts = tables->counts;

@@ -209,7 +209,7 @@ __device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int blo
           min(tokens, (block + 1) * kBlockTokens) * args.top_k};
 }
 
-__global__ void __launch_bounds__(kThreads, 1) route_and_count(const RouteArgs args) {
+__global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs args) {
   const int block = static_cast<int>(blockIdx.x), begin = block * kBlockTokens;
   route_tokens(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
   __syncthreads();

@@ -49,7 +49,7 @@ class TokenExperts {
         keys_(best_of_lanes_ + kMostTopK),
         scores_(reinterpret_cast<float*>(keys_ + experts + 8)) {
     float largest = minus_infinity();
-    for_each_expert<16>(
+    for_each_expert<8>(
         [&](int e) {
           return float2{logits[e], bias != nullptr ? bias[e] : 0.0f};
         },
