@@ -1,7 +1,7 @@
 #pragma once
 /// \file
 /// The items of a multiply, where a thread block finds them itself: it routes few tokens, and sorts few slots
-/// by expert. These functions are shared by all kernels of a file.
+/// by expert.
 
 #include "cuda/moe_gemm_ring.cuh"
 #include "cuda/topk.cuh"
@@ -147,8 +147,9 @@ __device__ __forceinline__ Items find_items(const GemmArgs& args, FewTables& tab
     int id = -1;
     if (slot < args.slots) id = routes ? tables.slots[slot] : __ldcg(args.ids + slot);
     if (static_cast<unsigned>(id) >= static_cast<unsigned>(args.experts)) id = -1;
-    const int count = args.slots <= 64 ? list_few_items<T::tokens>(id, args.slots, &tables)
-                                       : list_items<T::tokens>(id, args.experts, &tables);
+    const int count = T::tokens == kFewTokens && args.slots <= 64
+                          ? list_few_items<T::tokens>(id, args.slots, &tables)
+                          : list_items<T::tokens>(id, args.experts, &tables);
     return {tables.items, tables.slots, count};
   }
   if (args.items != nullptr) return {args.items, args.sorted_slots, *args.item_count};
