@@ -123,18 +123,18 @@ class LayerRun {
 
   Status run() {
     const bool per_slot = b_.may_be_static && state_.static_input_scales;
-    route();
-    give_routing();
+    const GemmRouting by_gate_up = route(per_slot);
     const GemmKernel gate_up = find(b_.routed, weights_.gate_up), down = find(b_.routed, weights_.down);
     if (!few()) launched(cut_items(gate_up), "cut tokens into items");
 
     GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up));
+    first.routing = by_gate_up;
     first.bias = weights_.gate_bias;
     first.up_bias = weights_.up_bias;
     if (!per_slot) first.inputs.slots_of_row = spec_.top_k;
     if (takes_hidden_states(b_.routed.in)) {
       first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
-      // The kernel before may have written the ids or the items.
+      // The kernel before may have written the logits, the ids or the items.
       first.routed_early = false;
     } else {
       InputArgs in = rows(b_.routed.in, call_.inputs.hidden, per_slot ? slots_ : tokens_);
@@ -153,6 +153,7 @@ class LayerRun {
 
     if (spec_.shared.intermediate != 0) run_shared();
     launched(combine(), "add slots up");
+    give_routing();
     return status_;
   }
 
@@ -187,11 +188,12 @@ class LayerRun {
            reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0;
   }
 
-  /// Expert ids and weights of every token, and slots in the order of experts.
-  void route() {
+  /// Expert ids and weights of every token, and, unless there are few, slots in the order of experts; or else
+  /// what gate and up need to route the tokens themselves, which they do if they are the first to need ids.
+  GemmRouting route(bool per_slot) {
     const MoeInputs& in = call_.inputs;
     const float* logits = in.router_logits;
-    if (in.topk_ids != nullptr && few()) return;
+    if (in.topk_ids != nullptr && few()) return {};
     if (in.topk_ids == nullptr && logits == nullptr) {
       launched(launch_router_logits({.tokens = tokens_,
                                      .experts = spec_.experts,
@@ -205,26 +207,33 @@ class LayerRun {
                "compute router logits");
       logits = b_.logits.at(base_);
     }
-    launched(launch_route({.tokens = tokens_,
-                           .experts = spec_.experts,
-                           .top_k = spec_.top_k,
-                           .routing = spec_.routing,
-                           .logits = logits,
-                           .correction_bias = weights_.correction_bias,
-                           .given_ids = in.topk_ids,
-                           .given_weights = in.topk_weights,
-                           .first_expert = 0,
-                           .end_expert = spec_.experts,
-                           .out = {.topk_ids = b_.topk_ids.at(base_),
-                                   .topk_weights = b_.topk_weights.at(base_),
-                                   .expert_offsets = b_.expert_offsets.at(base_),
-                                   .slot_position = b_.slot_position.at(base_),
-                                   .sorted_slots = b_.sorted_slots.at(base_),
-                                   .active_experts = b_.active_experts.at(base_),
-                                   .active_count = b_.active_count.at(base_)},
-                           .block_counts = b_.route_scratch.at(base_)},
-                          stream_),
-             "route tokens");
+    if (few() && tokens_ <= kFewTokens && !per_slot)
+      return {.logits = logits,
+              .correction_bias = weights_.correction_bias,
+              .topk_ids = b_.topk_ids.at(base_),
+              .topk_weights = b_.topk_weights.at(base_),
+              .top_k = spec_.top_k,
+              .rules = spec_.routing};
+    const RouteArgs args{.tokens = tokens_,
+                         .experts = spec_.experts,
+                         .top_k = spec_.top_k,
+                         .routing = spec_.routing,
+                         .logits = logits,
+                         .correction_bias = weights_.correction_bias,
+                         .given_ids = in.topk_ids,
+                         .given_weights = in.topk_weights,
+                         .first_expert = 0,
+                         .end_expert = spec_.experts,
+                         .out = {.topk_ids = b_.topk_ids.at(base_),
+                                 .topk_weights = b_.topk_weights.at(base_),
+                                 .expert_offsets = b_.expert_offsets.at(base_),
+                                 .slot_position = b_.slot_position.at(base_),
+                                 .sorted_slots = b_.sorted_slots.at(base_),
+                                 .active_experts = b_.active_experts.at(base_),
+                                 .active_count = b_.active_count.at(base_)},
+                         .block_counts = b_.route_scratch.at(base_)};
+    launched(few() ? launch_choose(args, stream_) : launch_route(args, stream_), "route tokens");
+    return {};
   }
 
   /// What the routing chose, where the caller wants to know.
@@ -278,6 +287,7 @@ class LayerRun {
                   .rows = static_cast<std::int32_t>(n),
                   .slots = tokens_,
                   .inputs = (down ? ffn.mid : ffn.in).gemm(base_),
+                  .routing = {},
                   .routed_early = true,
                   .kind = kind,
                   .activation = spec_.activation};

@@ -6,6 +6,8 @@
 /// comes to shared memory. A warp decodes and multiplies its step of each stage; at the end of a round, warps
 /// that share a group add up their sums.
 
+#include <climits>
+
 #include "cuda/moe_gemm_finish.cuh"
 #include "cuda/moe_gemm_items.cuh"
 
@@ -23,13 +25,14 @@ struct Columns {
     for (int t = 0; t < T::tiles; ++t)
       offsets[t] = T::weight_bytes + (slice * kRecordColumns + P.column(lane % 4, 0)) * 2 +
                    min(t * kTileTokens + lane / 4, stage.count - 1) * T::input_stride(stage.slices);
-    odd = P.folded ? 16 - lane / 2 % 2 * 32 : 64;
+    if (P.folded) odd = 16 - lane / 2 % 2 * 32;
   }
   /// A multiprocessor reads the 16 bytes of 8 lanes at once, four of each of two tokens, from different
   /// banks: rows of two tokens are 64 bytes apart, modulo 128. Folded: the four of a token read every second
   /// 16 bytes, the first two of them even ones and the last two odd ones, or the other way round.
   __device__ __forceinline__ uint4 load(const std::byte* stage, int tile, int block) const {
-    return *reinterpret_cast<const uint4*>(stage + offsets[tile] + block % 2 * odd + block / 2 * 128);
+    const int next = T::P.folded ? odd : 64;
+    return *reinterpret_cast<const uint4*>(stage + offsets[tile] + block % 2 * next + block / 2 * 128);
   }
 };
 
@@ -198,40 +201,40 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Sums<T> sums = {};
   // Of the round:
-  Stage round;
   Columns<T> columns;
   ColumnScales<T> column_scales;
-  int slice = 0;
-  bool takes_part = false;
+  int slice = 0;  // of warps without a group: larger than any step
   for (Place<T> place;; place.advance()) {
     wait_barrier(ring.full + place.index, place.parity);
     const Steps now = ring.stages[place.index];
     if (now.groups == 0) return;
     if (now.step == 0) {
-      round = ring.stages[place.index];
-      slice = round.slice(warp);
-      takes_part = round.row(warp) < round.groups;
-      columns.set(round, slice, lane);
+      const Stage& round = ring.stages[place.index];
+      columns.set(round, now.slice(warp), lane);
+      slice = now.row(warp) < now.groups ? now.slice(warp) : INT_MAX / 2;
       if constexpr (T::record_scales) column_scales.set(args, items, round, lane);
     }
     std::byte* stage = memory + place.index * T::stage_bytes;
     const int step = now.step + slice;
-    if (takes_part && step < args.steps) {
+    if (step < args.steps) {
       float x_scales[T::tiles][2];
       if constexpr (T::record_scales)
         for (int t = 0; t < T::tiles; ++t)
           for (int c = 0; c < 2; ++c) x_scales[t][c] = column_scales.scales[t][c][step];
       // Without branches inside, loads of one tile overlap with multiplies of another.
       const std::byte* own = stage + warp * T::step_bytes;
-      if (constexpr int most = T::tiles; most == 1 || round.count > most / 2 * kTileTokens)
+      if (constexpr int most = T::tiles; most == 1 || now.count > most / 2 * kTileTokens)
         multiply_step<T, most>(own, stage, columns, lane, x_scales, sums);
       else
         multiply_step<T, (most + 1) / 2>(own, stage, columns, lane, x_scales, sums);
     }
-    const bool sums_in_ring = now.last && round.slices > 1;
-    if (!sums_in_ring) ring.release(place);
-    if (now.last) finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
-    if (sums_in_ring) ring.release(place);
+    const bool last = now.last(args);
+    if (last) {
+      const Stage round = ring.stages[place.index];
+      if (now.slices == 1) ring.release(place);
+      finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
+    }
+    if (!last || now.slices > 1) ring.release(place);
   }
 }
 
@@ -245,7 +248,7 @@ __global__ void __launch_bounds__(T::bounds, T::per_core) moe_gemm(const __grid_
 
   ring.init();
   if (!args.routed_early) wait_for_previous_kernel();
-  const Items items = find_items<T>(args, *tables);
+  const Items items = find_items<T>(args, *tables, memory);
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp == T::warps) {

@@ -33,18 +33,34 @@ enum class GemmKind : std::uint8_t { gate_up, down };
 /// So few slots and experts that every thread block sorts them itself, and no kernel has to.
 inline constexpr int kFewSlots = 256, kFewExperts = 512;
 
+/// So few tokens that every thread block of gate and up routes them as well, a warp each.
+inline constexpr int kFewTokens = 8;
+
+/// Logits of at most kFewTokens tokens. Their experts and weights (routing.h) are also written to memory, by
+/// one block; the next kernel may read the experts before it waits.
+struct GemmRouting {
+  const float* logits = nullptr;           ///< [tokens, experts], or nullptr: ids are given
+  const float* correction_bias = nullptr;  ///< [experts], or nullptr
+  std::int32_t* topk_ids = nullptr;        ///< [tokens, top_k]
+  float* topk_weights = nullptr;           ///< [tokens, top_k]
+  std::int32_t top_k = 0;
+  Routing rules;
+};
+
 struct GemmArgs {
   const std::byte* weights = nullptr;            ///< of expert 0 (packed.h)
   std::int64_t expert_stride = 0;                ///< bytes
   std::int32_t groups = 0, steps = 0, rows = 0;  ///< of units; of a group; of one matrix
   std::int32_t experts = 1, slots = 0;
   GemmInputs inputs;
-  /// The experts of at most kFewSlots slots, or else the items and the slots in the order of experts. None of
-  /// them: expert 0 takes all slots.
+  /// Routing, or the experts of at most kFewSlots slots, or else the items and the slots in the order of
+  /// experts. None of them: expert 0 takes all slots.
+  GemmRouting routing;
   const std::int32_t* ids = nullptr;
   const Item* items = nullptr;
   const std::int32_t *item_count = nullptr, *sorted_slots = nullptr;
-  /// Whether these were written by a kernel before the previous one, so that weights may be read early.
+  /// Whether these (logits as well) were written by a kernel before the previous one, so that weights may be
+  /// read early.
   bool routed_early = false;
   GemmKind kind = GemmKind::gate_up;
   Activation activation;                            ///< gate_up

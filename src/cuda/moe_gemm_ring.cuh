@@ -57,20 +57,22 @@ struct GemmTraits {
   static_assert(stages >= 2 && weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
 };
 
-/// What a stage holds: steps [step, step + slices) of `groups` groups; slices is a power of two.
+/// What a stage holds: steps [step, step + slices) of `groups` groups, for `count` tokens; slices is a power
+/// of two.
 struct alignas(16) Steps {
   int groups;  ///< 0: the work is done
-  int step, slices;
-  int last;  ///< whether the round ends with it
+  int step, slices, count;
 
   /// The group and the slice of a warp.
   __device__ __forceinline__ int row(int warp) const { return warp >> (31 - __clz(slices)); }
   __device__ __forceinline__ int slice(int warp) const { return warp & (slices - 1); }
+  /// Whether the round ends with it.
+  __device__ __forceinline__ bool last(const GemmArgs& args) const { return step + slices >= args.steps; }
 };
-/// The same, and what all stages of a round have: the tokens of an item, and the first group.
+/// The same, and what all stages of a round have: an item, and the first group.
 struct Stage : Steps {
   alignas(16) int expert;
-  int first, count, group;
+  int first, group;
 };
 
 /// The items of a call, and the slots of their tokens.
@@ -120,7 +122,7 @@ struct Rounds {
     while (slices > 1 && (tokens.count > T::shared_tiles * kTileTokens ||
                           tokens.count * T::input_stride(slices) > T::input_bytes))
       slices /= 2;
-    next = {{groups, 0, slices, slices >= args.steps}, tokens.expert, tokens.first, tokens.count, group};
+    next = {{groups, 0, slices, tokens.count}, tokens.expert, tokens.first, group};
     left -= groups;
     group += groups;
     if (group == args.groups) group = 0, ++item;
@@ -128,7 +130,6 @@ struct Rounds {
 
   __device__ void advance(const GemmArgs& args, const Items& items) {
     next.step += next.slices;
-    next.last = next.step + next.slices >= args.steps;
     if (next.step >= args.steps) begin_round(args, items);
   }
 };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuda/launch.cuh"
 #include "cuda/topk.cuh"
 
 namespace gatefold::cuda {
@@ -18,25 +19,32 @@ constexpr int kClusterBlocks = 8;
 constexpr int kBlockTokens = 64;
 constexpr int kThreads = 512;
 
+/// What routing takes of shared memory; it is more than what sorting takes.
+__host__ __device__ constexpr int route_words(int warps, int experts) {
+  return warps * route_warp_words(experts);
+}
+
 __device__ __forceinline__ int tokens_of(const RouteArgs& args) {
   return args.token_count != nullptr ? min(*args.token_count, args.tokens) : args.tokens;
 }
 
-extern __shared__ std::int32_t shared_words[];  ///< [E] offsets, then [warps, E] counts or, before, scratch
+/// [warps, route_warp_words(E)], and after that [E] offsets and [warps, E] counts.
+extern __shared__ __align__(16) std::int32_t shared_words[];
 
 /// Ids and weights of tokens first, first + step, ... before end, by this warp. The ids also go to `copy`
 /// [end, top_k].
-template <int kPerLane>
 __device__ void route_tokens(const RouteArgs& args, int first, int end, int step, std::int32_t* copy) {
-  float* scratch = reinterpret_cast<float*>(shared_words) + (1 + warp()) * args.experts;
   for (int token = first; token < end; token += step) {
     const int slot = token * args.top_k + lane();
     int id = 0;
     float weight = 0;
     if (args.logits != nullptr) {
-      TokenExperts<kPerLane> experts(args, token);
-      if (args.routing.groups > 1) experts.exclude_groups(scratch);
-      experts.choose(args.top_k, id, weight);
+      TokenExperts experts(args.routing, args.experts,
+                           args.logits + static_cast<std::int64_t>(token) * args.experts,
+                           args.correction_bias, shared_words + warp() * route_warp_words(args.experts));
+      id = experts.choose(args.top_k);
+      weight = experts.weight(args.top_k, id);
+      __syncwarp();
     } else if (lane() < args.top_k) {
       id = args.given_ids[slot];
       weight = args.given_weights[slot];
@@ -169,14 +177,23 @@ __device__ __forceinline__ void cluster_barrier() {
   __cluster_barrier_wait();
 }
 
+/// A warp for each token.
+constexpr int kChooseThreads = 64;
+
+__global__ void __launch_bounds__(kChooseThreads, 1) choose_experts(const RouteArgs args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  route_tokens(args, static_cast<int>(blockIdx.x) * warps() + warp(), tokens_of(args),
+               static_cast<int>(gridDim.x) * warps(), nullptr);
+}
+
 /// One cluster. Ids are kept in the shared memory of its first block, which sorts.
-template <int kPerLane>
 __global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args) {
-  std::int32_t* ids = shared_words + (1 + warps()) * args.experts;
+  std::int32_t* ids = shared_words + route_words(warps(), args.experts);
   const int tokens = tokens_of(args), first = static_cast<int>(blockIdx.x) * warps() + warp();
   if (gridDim.x > 1) cluster_barrier();  // the first block must run before others write to it
-  route_tokens<kPerLane>(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
-                         static_cast<std::int32_t*>(__cluster_map_shared_rank(ids, 0)));
+  route_tokens(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
+               static_cast<std::int32_t*>(__cluster_map_shared_rank(ids, 0)));
   gridDim.x > 1 ? cluster_barrier() : __syncthreads();
   if (blockIdx.x != 0) return;
   SlotSort sort(args, ids, 0, tokens * args.top_k);
@@ -192,10 +209,9 @@ __device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int blo
           min(tokens, (block + 1) * kBlockTokens) * args.top_k};
 }
 
-template <int kPerLane>
-__global__ void __launch_bounds__(kThreads, 1) route_and_count(const RouteArgs args) {
+__global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs args) {
   const int block = static_cast<int>(blockIdx.x), begin = block * kBlockTokens;
-  route_tokens<kPerLane>(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
+  route_tokens(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
   __syncthreads();
   SlotSort sort = sort_of_block(args, block);
   sort.count();
@@ -234,12 +250,10 @@ struct Grid {
   int blocks, threads, cluster;
 };
 
-/// A kernel with E words of shared memory for the block, E for each warp, and `more`.
+/// A kernel with so many words of shared memory.
 template <class... Params>
-cudaError_t launch(void (*kernel)(Params...), Grid grid, int experts, int more, cudaStream_t stream,
-                   Params... params) {
-  const std::size_t words = static_cast<std::size_t>(1 + grid.threads / 32) * experts + more;
-  const std::size_t bytes = words * sizeof(std::int32_t);
+cudaError_t launch(void (*kernel)(Params...), Grid grid, int words, cudaStream_t stream, Params... params) {
+  const std::size_t bytes = static_cast<std::size_t>(words) * sizeof(std::int32_t);
   if (bytes > 48 * 1024) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
@@ -258,27 +272,13 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, int experts, int more, 
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
-template <int kPerLane>
-cudaError_t launch_for(const RouteArgs& args, cudaStream_t stream) {
-  if (args.tokens <= kClusterTokens) {
-    const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
-    const int threads = 32 * std::clamp(args.tokens / blocks, 8, kThreads / 32);
-    return launch(route_and_sort<kPerLane>, {blocks, threads, blocks}, args.experts, args.tokens * args.top_k,
-                  stream, args);
-  }
-  const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
-  cudaError_t error = launch(route_and_count<kPerLane>, {blocks, kThreads, 1}, args.experts, 0, stream, args);
-  if (error == cudaSuccess)
-    error = launch(add_up_blocks, {1, 1024, 1}, args.experts, 0, stream, args, blocks);
-  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads, 1}, args.experts, 0, stream, args);
-  return error;
-}
-
 /// One warp: expert blockIdx.x * 8 + warp, tokens blockIdx.y * kTokens and on.
-constexpr int kTokens = 8;
+constexpr int kTokens = 8, kRouterThreads = 256;
 
 template <class Hidden>
-__global__ void __launch_bounds__(256) multiply_router(const RouterArgs args) {
+__global__ void __launch_bounds__(kRouterThreads) multiply_router(const RouterArgs args) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int expert = static_cast<int>(blockIdx.x) * warps() + warp();
   if (expert >= args.experts) return;
   const int first = static_cast<int>(blockIdx.y) * kTokens;
@@ -313,27 +313,35 @@ std::size_t route_scratch_words(int tokens, int experts) {
              : static_cast<std::size_t>((tokens + kBlockTokens - 1) / kBlockTokens) * experts;
 }
 
-cudaError_t launch_route(RouteArgs args, cudaStream_t stream) {
-  args.group_size = args.experts / args.routing.groups;
-  while (args.routing.groups << (args.group_lanes_log2 + 1) <= 32) ++args.group_lanes_log2;
-  if (args.experts <= 32) return launch_for<1>(args, stream);
-  if (args.experts <= 64) return launch_for<2>(args, stream);
-  if (args.experts <= 128) return launch_for<4>(args, stream);
-  if (args.experts <= 256) return launch_for<8>(args, stream);
-  if (args.experts <= 512) return launch_for<16>(args, stream);
-  return launch_for<32>(args, stream);
+cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
+  if (args.tokens <= kClusterTokens) {
+    const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
+    const int threads = 32 * std::clamp(args.tokens / blocks, 8, kThreads / 32);
+    const int words = route_words(threads / 32, args.experts) + args.tokens * args.top_k;
+    return launch(route_and_sort, {blocks, threads, blocks}, words, stream, args);
+  }
+  const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
+  const int words = route_words(kThreads / 32, args.experts);
+  cudaError_t error = launch(route_and_count, {blocks, kThreads, 1}, words, stream, args);
+  if (error == cudaSuccess) error = launch(add_up_blocks, {1, 1024, 1}, args.experts, stream, args, blocks);
+  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads, 1}, words, stream, args);
+  return error;
+}
+
+cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream) {
+  constexpr int warps = kChooseThreads / 32;
+  const auto words = static_cast<std::size_t>(route_words(warps, args.experts));
+  return launch_dependent(choose_experts, (args.tokens + warps - 1) / warps, kChooseThreads,
+                          words * sizeof(std::int32_t), stream, args);
 }
 
 cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream) {
   const dim3 blocks(static_cast<unsigned>((args.experts + 7) / 8),
                     static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens));
-  if (args.dtype == DType::f32)
-    multiply_router<float><<<blocks, 256, 0, stream>>>(args);
-  else if (args.dtype == DType::f16)
-    multiply_router<__half><<<blocks, 256, 0, stream>>>(args);
-  else
-    multiply_router<__nv_bfloat16><<<blocks, 256, 0, stream>>>(args);
-  return cudaGetLastError();
+  auto* kernel = args.dtype == DType::f32   ? multiply_router<float>
+                 : args.dtype == DType::f16 ? multiply_router<__half>
+                                            : multiply_router<__nv_bfloat16>;
+  return launch_dependent(kernel, blocks, kRouterThreads, 0, stream, args);
 }
 
 }  // namespace gatefold::cuda

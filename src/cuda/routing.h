@@ -6,12 +6,10 @@
 /// position is its place when slots are sorted by expert, tokens in order within an expert.
 
 #include "cuda/device.h"
+#include "cuda/limits.h"
 #include "gatefold/moe_spec.h"
 
 namespace gatefold::cuda {
-
-inline constexpr int kMostExperts = 1024;
-inline constexpr int kMostTopK = 32;
 
 /// Device pointers: T tokens, S = T * top_k slots, E experts.
 struct RoutedSlots {
@@ -39,8 +37,7 @@ struct RouteArgs {
   int first_expert = 0, end_expert = 0;       ///< the experts of this rank: only their slots get positions
   const std::int32_t* token_count = nullptr;  ///< [1], or nullptr: the tokens of this call, at most `tokens`
   RoutedSlots out{};
-  std::int32_t* block_counts = nullptr;      ///< scratch: route_scratch_words
-  int group_size = 0, group_lanes_log2 = 0;  ///< filled in by route: experts of a group, lanes that share one
+  std::int32_t* block_counts = nullptr;  ///< scratch: route_scratch_words
 };
 
 /// Words of scratch for up to so many tokens: 0 up to 128.
@@ -65,7 +62,9 @@ struct RouterArgs {
 Status router_logits(const RouterArgs& args, Stream stream);
 
 /// The launches behind them.
-cudaError_t launch_route(RouteArgs args, cudaStream_t stream);
+cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream);
+/// Only out.topk_ids and out.topk_weights: nothing is sorted, and the next kernel may start early.
+cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream);
 cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream);
 
 }  // namespace gatefold::cuda

@@ -204,6 +204,77 @@ TEST_F(GpuMoe, FromTheRouter) {
   }
 }
 
+/// Logits with ties, infinities and numbers that are none.
+std::vector<float> difficult_logits(std::size_t tokens, int experts) {
+  std::mt19937 random(11);
+  std::vector<float> logits(tokens * static_cast<std::size_t>(experts));
+  for (float& x : logits) x = static_cast<float>(random() % 41) / 8 - 2.5f;
+  for (std::size_t i = 3; i < logits.size(); i += 29)
+    logits[i] = i % 2 == 0 ? std::nanf("") : -std::numeric_limits<float>::infinity();
+  return logits;
+}
+
+// Routed by the multiply, or by a kernel before it: experts and weights are the CPU's, and the result has the
+// bits of a call that is given them.
+TEST_F(GpuMoe, FromLogits) {
+  const Routing routings[] = {
+      {},
+      {.score = Score::sigmoid, .correction_bias = true, .scaling_factor = 2.5f},
+      {.score = Score::sigmoid, .groups = 4, .top_groups = 2, .correction_bias = true, .epsilon = 1e-20f},
+      {.renormalize = false, .groups = 2, .top_groups = 1, .group_score = GroupScore::max}};
+  struct Case {
+    int experts, top_k;
+    SchemeId scheme = SchemeId::int4_g128;
+    bool static_scales = false;
+  };
+  for (const Case& test : {Case{8, 2}, Case{128, 8}, Case{256, 8, SchemeId::int4_g128_afp8}, Case{512, 10},
+                           Case{8, 4, SchemeId::fp8_tensor_afp8, true}, Case{40, 32}, Case{600, 4}})
+    for (const Routing& routing : routings) {
+      MoeSpec spec;
+      spec.scheme = test.scheme;
+      spec.experts = test.experts;
+      spec.top_k = test.top_k;
+      if (routing.groups > 1 && test.top_k > test.experts / 2) continue;
+      spec.hidden = spec.intermediate = 128;
+      spec.routing = routing;
+      Layer layer(spec, 3, test.static_scales);
+      const PlanOptions options{.max_tokens = 32, .debug_workspace = true};
+      const ExpertWeights weights = layer.weights(options, kGpu);
+      const auto plan = MoePlan::create(spec, options, kGpu);
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      auto calls = HostCalls::create(*plan);
+      ASSERT_TRUE(calls.ok()) << calls.status().message();
+      const auto bias = layer.reference().vectors.correction_bias;
+      for (const std::size_t tokens : {1, 2, 7, 8, 9, 16, 32}) {
+        SCOPED_TRACE(testing::Message() << tokens << " tokens, " << spec.top_k << " of " << spec.experts);
+        const std::vector<float> logits = difficult_logits(tokens, spec.experts);
+        const Hidden x = narrow<formats::bf16>(layer.numbers(tokens * 128, 1.0f));
+        const auto rows = static_cast<std::int64_t>(tokens);
+        const std::size_t slots = tokens * static_cast<std::size_t>(spec.top_k);
+        Routed expected{std::vector<std::int32_t>(slots), std::vector<float>(slots)};
+        route(routing, spec.experts, spec.top_k, logits.data(), rows, bias.empty() ? nullptr : bias.data(),
+              expected.ids.data(), expected.weights.data());
+        const auto run_from_logits = [&](Routed* chosen) {
+          std::vector<float> out(x.values.size(), std::nanf(""));
+          const Status status =
+              calls->run(*plan, weights,
+                         {.hidden = {x.codes.data(), DType::bf16, rows, 128}, .router_logits = logits.data()},
+                         {.hidden = {out.data(), DType::f32, rows, 128},
+                          .topk_ids = chosen == nullptr ? nullptr : chosen->ids.data(),
+                          .topk_weights = chosen == nullptr ? nullptr : chosen->weights.data()});
+          EXPECT_TRUE(status.ok()) << status.message();
+          return out;
+        };
+        Routed chosen{std::vector<std::int32_t>(slots, -1), std::vector<float>(slots)};
+        const std::vector<float> out = run_from_logits(&chosen);
+        ASSERT_EQ(chosen.ids, expected.ids);
+        ASSERT_EQ(chosen.weights, expected.weights);
+        ASSERT_EQ(run(layer, options, weights, x, expected), out);
+        ASSERT_EQ(run_from_logits(nullptr), out);
+      }
+    }
+}
+
 // A captured call, replayed with other hidden states and routing in the same memory.
 TEST_F(GpuMoe, GraphReplay) {
   MoeSpec spec;

@@ -75,26 +75,26 @@ void same_as_on_the_cpu(const Case& test) {
     const DeviceVector<std::int32_t> ids(count), offsets(experts + 1), position(count), sorted(count),
         active(experts), active_count(1);
     const DeviceVector<float> weights(count);
-    const Status status = cuda::route({.tokens = most_tokens,
-                                       .experts = test.experts,
-                                       .top_k = test.top_k,
-                                       .routing = test.routing,
-                                       .logits = test.given_ids.empty() ? logits.data() : nullptr,
-                                       .correction_bias = test.bias.empty() ? nullptr : bias.data(),
-                                       .given_ids = test.given_ids.empty() ? nullptr : given_ids.data(),
-                                       .given_weights = given_weights.data(),
-                                       .first_expert = test.first,
-                                       .end_expert = end,
-                                       .token_count = test.most_tokens == 0 ? nullptr : tokens.data(),
-                                       .out = {.topk_ids = ids.data(),
-                                               .topk_weights = weights.data(),
-                                               .expert_offsets = offsets.data(),
-                                               .slot_position = position.data(),
-                                               .sorted_slots = sorted.data(),
-                                               .active_experts = active.data(),
-                                               .active_count = active_count.data()},
-                                       .block_counts = scratch.data()},
-                                      nullptr);
+    const cuda::RouteArgs args{.tokens = most_tokens,
+                               .experts = test.experts,
+                               .top_k = test.top_k,
+                               .routing = test.routing,
+                               .logits = test.given_ids.empty() ? logits.data() : nullptr,
+                               .correction_bias = test.bias.empty() ? nullptr : bias.data(),
+                               .given_ids = test.given_ids.empty() ? nullptr : given_ids.data(),
+                               .given_weights = given_weights.data(),
+                               .first_expert = test.first,
+                               .end_expert = end,
+                               .token_count = test.most_tokens == 0 ? nullptr : tokens.data(),
+                               .out = {.topk_ids = ids.data(),
+                                       .topk_weights = weights.data(),
+                                       .expert_offsets = offsets.data(),
+                                       .slot_position = position.data(),
+                                       .sorted_slots = sorted.data(),
+                                       .active_experts = active.data(),
+                                       .active_count = active_count.data()},
+                               .block_counts = scratch.data()};
+    const Status status = cuda::route(args, nullptr);
     ASSERT_TRUE(status.ok()) << status.message();
     ASSERT_EQ(ids.host(), expected.ids);
     const std::vector<float> got = weights.host();
@@ -109,6 +109,15 @@ void same_as_on_the_cpu(const Case& test) {
     ASSERT_EQ(active.host(), expected.active);
     ASSERT_EQ(active_count.host()[0],
               std::count_if(expected.active.begin(), expected.active.end(), [](int e) { return e >= 0; }));
+    if (most_tokens == 0) continue;
+    // Without sorting.
+    const DeviceVector<std::int32_t> ids_alone(count);
+    const DeviceVector<float> weights_alone(count);
+    cuda::RouteArgs alone = args;
+    alone.out = {.topk_ids = ids_alone.data(), .topk_weights = weights_alone.data()};
+    ASSERT_EQ(cuda::launch_choose(alone, nullptr), cudaSuccess);
+    ASSERT_EQ(ids_alone.host(), expected.ids);
+    ASSERT_EQ(std::memcmp(weights_alone.host().data(), got.data(), count * sizeof(float)), 0);
   }
 }
 
@@ -150,6 +159,25 @@ const Routing kRoutings[] = {
 
 class CudaRouting : public GpuTest {};
 
+// Many candidates: the best experts belong to the same lane, or all are equal, or too few are selectable.
+TEST_F(CudaRouting, BestExpertsOfOneLane) {
+  for (const int experts : {33, 64, 96, 256, 512, 1000})
+    for (const int top_k : {1, 8, 32}) {
+      std::vector<float> logits = make_logits(2, experts, Kind::normal, 4);
+      for (int e = 0; e < experts; ++e) {
+        if (e % 32 == 5) logits[e] = 10 + static_cast<float>(e % 7);
+        logits[experts + e] = 1;
+      }
+      same_as_on_the_cpu({.tokens = 2, .experts = experts, .top_k = top_k, .logits = logits});
+      same_as_on_the_cpu({.tokens = 2,
+                          .experts = experts,
+                          .top_k = top_k,
+                          .routing = {.score = Score::sigmoid, .correction_bias = true},
+                          .logits = logits,
+                          .bias = make_logits(1, experts, Kind::extreme, 4)});
+    }
+}
+
 TEST_F(CudaRouting, AllTokenCountsAndKinds) {
   for (const Routing& routing : kRoutings)
     for (const int tokens : kTokens)
@@ -179,7 +207,7 @@ TEST_F(CudaRouting, AllExpertCounts) {
 }
 
 TEST_F(CudaRouting, GroupsOfAllSizes) {
-  for (const int groups : {2, 5, 16, 32, 40, 64})
+  for (const int groups : {2, 5, 16, 32, 33, 40, 64})
     for (const Kind kind : {Kind::normal, Kind::ties, Kind::extreme}) {
       const Routing routing{.score = Score::sigmoid, .groups = groups, .top_groups = groups / 2 + 1};
       same_as_on_the_cpu({.tokens = 40,
