@@ -23,7 +23,7 @@ struct Columns {
   __device__ __forceinline__ void set(const Stage& stage, int slice, int lane) {
     constexpr PackedFormat P = T::P;
     for (int t = 0; t < T::tiles; ++t)
-      offsets[t] = T::weight_bytes + (slice * kRecordColumns + P.column(lane % 4, 0)) * 2 +
+      offsets[t] = T::inputs_at + (slice * kRecordColumns + P.column(lane % 4, 0)) * 2 +
                    min(t * kTileTokens + lane / 4, stage.count - 1) * T::input_stride(stage.slices);
     if (P.folded) odd = 16 - lane / 2 % 2 * 32;
   }
@@ -81,7 +81,7 @@ struct Codes {
 /// Scales and zero points of a record, for rows lane / 4 and + 8; folded: of this lane's columns.
 template <PackedFormat P>
 struct RecordScales {
-  static constexpr int groups = P.groups(), values = P.value_bytes(), zeros_at = P.zeros_at();
+  static constexpr int groups = P.groups();
   static constexpr int bytes = !P.scale.stored() ? 0
                                : P.folded        ? 4
                                : P.banded        ? 8
@@ -89,10 +89,10 @@ struct RecordScales {
   alignas(16) std::uint32_t words[bytes / 4 + 1];
   std::uint32_t zeros[1];
 
-  __device__ RecordScales(const std::byte* record, int lane) {
+  __device__ RecordScales(const std::byte* extra, int lane) {
     const int row = lane / 4, at = P.banded ? 0 : (P.folded ? lane / (P.group / 16) : row) * bytes;
-    if constexpr (bytes != 0) load_words<bytes>(record + values + at, words);
-    if constexpr (P.zeros) load_words<groups>(record + zeros_at + row * groups, zeros);
+    if constexpr (bytes != 0) load_words<bytes>(extra + at, words);
+    if constexpr (P.zeros) load_words<groups>(extra + P.scale_bytes() + row * groups, zeros);
   }
   __device__ std::uint32_t code(int group, int half) const {
     constexpr int bits = P.scale.bits == 0 ? 32 : P.scale.bits;
@@ -152,12 +152,12 @@ __device__ __forceinline__ void multiply_columns(const Pair (&a)[4], Pair b0, Pa
 
 /// A step of a group of units by kTiles tiles of tokens.
 template <class T, int kTiles>
-__device__ __forceinline__ void multiply_step(const std::byte* step, const std::byte* stage,
-                                              const Columns<T>& columns, int lane,
+__device__ __forceinline__ void multiply_step(const std::byte* step, const std::byte* extra,
+                                              const std::byte* stage, const Columns<T>& columns, int lane,
                                               const float (&x_scales)[T::tiles][2], Sums<T>& sums) {
   constexpr PackedFormat P = T::P;
   constexpr int per_row = P.value.bits / 4;  // words of 8 codes
-  const RecordScales<P> scales[kGroupUnits] = {{step, lane}, {step + T::record_bytes, lane}};
+  const RecordScales<P> scales[kGroupUnits] = {{extra, lane}, {extra + T::extra_stride, lane}};
   // Codes are read ahead of what needs them by as many blocks of 32 columns as registers have room for.
   constexpr int kAhead = kTiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
   Sums<T> parts = {};  // of a group of columns
@@ -223,10 +223,12 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
           for (int c = 0; c < 2; ++c) x_scales[t][c] = column_scales.scales[t][c][step];
       // Without branches inside, loads of one tile overlap with multiplies of another.
       const std::byte* own = stage + warp * T::step_bytes;
+      const std::byte* extra =
+          T::P.apart() ? stage + T::extras_at + warp * T::step_extra_bytes : own + T::P.value_bytes();
       if (constexpr int most = T::tiles; most == 1 || now.count > most / 2 * kTileTokens)
-        multiply_step<T, most>(own, stage, columns, lane, x_scales, sums);
+        multiply_step<T, most>(own, extra, stage, columns, lane, x_scales, sums);
       else
-        multiply_step<T, (most + 1) / 2>(own, stage, columns, lane, x_scales, sums);
+        multiply_step<T, (most + 1) / 2>(own, extra, stage, columns, lane, x_scales, sums);
     }
     const bool last = now.last(args);
     if (last) {

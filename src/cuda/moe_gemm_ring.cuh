@@ -39,22 +39,27 @@ struct GemmTraits {
   }
   static constexpr int record_bytes = P.record_bytes();
   static constexpr int step_bytes = kGroupUnits * record_bytes;  ///< the same columns of all units of a group
-  static constexpr int warps = 8;                                ///< that multiply; two more fill the ring
+  /// Of scales and zeros that lie apart; and from those of one unit to the other.
+  static constexpr int step_extra_bytes = P.apart() ? kGroupUnits * P.extra_bytes() : 0;
+  static constexpr int extra_stride = P.apart() ? P.extra_bytes() : record_bytes;
+  static constexpr int warps = 8;  ///< that multiply; two more fill the ring
   static constexpr int threads = (warps + 2) * 32;
   /// Blocks of a multiprocessor, as registers (small groups take many) and shared memory allow.
-  static constexpr bool many_scales = P.zeros ? P.group <= 64 : P.group == 32 && P.scale.bits == 32;
+  static constexpr bool many_scales = P.group <= 64 && (P.zeros || P.scale.bits == 32);
   static constexpr int per_core = step_bytes < 8192 && tiles < (many_scales ? 2 : 4) ? 2 : 1;
   /// A scheduler has a quarter of the registers, and of the warps, rounded up.
   static constexpr int bounds = (per_core * threads + 127) / 128 * 128 / per_core;
   static constexpr int shared_tiles = tiles < 2 ? tiles : 2;  ///< of warps that share a group
   static constexpr int weight_bytes = warps * step_bytes;     ///< of a stage
+  static constexpr int extras_at = weight_bytes, inputs_at = extras_at + warps * step_extra_bytes;
   static constexpr int input_bytes = tokens * input_stride(tiles == 1 ? 4 : tiles == 2 ? 2 : 1);
-  static constexpr int stage_bytes = weight_bytes + input_bytes;
+  static constexpr int stage_bytes = inputs_at + input_bytes;
   static constexpr int ring_bytes =
       (per_core == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
   static constexpr int stages = ring_bytes / stage_bytes < 6 ? ring_bytes / stage_bytes : 6;
   static constexpr int shared_bytes = stages * stage_bytes + static_cast<int>(sizeof(FewTables));
-  static_assert(stages >= 2 && weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
+  static_assert(stages >= 2 && stage_bytes % 128 == 0 &&
+                weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
 };
 
 /// What a stage holds: steps [step, step + slices) of `groups` groups, for `count` tokens; slices is a power
@@ -182,15 +187,21 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
     const int steps = min(stage.slices, args.steps - stage.step);
     if (lane == 0) {
       ring.stages[place.index] = stage;
-      expect_bytes(full, steps * stage.groups * T::step_bytes);
+      expect_bytes(full, steps * stage.groups * (T::step_bytes + T::step_extra_bytes));
     }
     __syncwarp();
     if (stage.groups == 0) return;
     if (lane < stage.groups) {
       const std::int64_t step = static_cast<std::int64_t>(stage.group + lane) * args.steps + stage.step;
-      copy_bulk(memory + place.index * T::stage_bytes + lane * stage.slices * T::step_bytes,
-                args.weights + stage.expert * args.expert_stride + begin + step * T::step_bytes,
+      const std::byte* weights = args.weights + stage.expert * args.expert_stride + begin;
+      std::byte* to = memory + place.index * T::stage_bytes;
+      copy_bulk(to + lane * stage.slices * T::step_bytes, weights + step * T::step_bytes,
                 steps * T::step_bytes, full);
+      if constexpr (T::P.apart())
+        copy_bulk(to + T::extras_at + lane * stage.slices * T::step_extra_bytes,
+                  weights + static_cast<std::int64_t>(args.groups) * args.steps * T::step_bytes +
+                      step * T::step_extra_bytes,
+                  steps * T::step_extra_bytes, full);
     }
   }
 }
@@ -213,7 +224,7 @@ __device__ void copy_inputs(const GemmArgs& args, const Items& items, RingState<
         rows[i] = in.rows + items.slot(stage.first + token) / in.slots_of_row * in.stride + column;
       }
     if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
-    std::byte* to = memory + place.index * T::stage_bytes + T::weight_bytes +
+    std::byte* to = memory + place.index * T::stage_bytes + T::inputs_at +
                     half * T::input_stride(stage.slices) + column * 2;
     const int steps = stage.groups == 0 ? 0 : min(stage.slices, args.steps - stage.step);
     for (int step = 0; step < steps; ++step)

@@ -38,10 +38,13 @@ GemmKernel gemm_kernel() {
 
 template <class S, bool kWide>
 GemmKernel find_for(InputKind input, int tokens) {
+  // Registers do not hold four tiles beside the scales and zero points of groups of 32.
+  constexpr PackedFormat P = packed_format(S::scheme.weight, kWide);
+  constexpr int most = P.zeros && P.group == 32 ? 2 : 4;
   const auto of = [&]<InputKind kInput>() {
     return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
            : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
-                                       : gemm_kernel<S, kWide, kInput, 4>();
+                                       : gemm_kernel<S, kWide, kInput, most>();
   };
   if (input == InputKind::bf16) return of.template operator()<InputKind::bf16>();
   if (input == InputKind::f16) return of.template operator()<InputKind::f16>();

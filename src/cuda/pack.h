@@ -109,7 +109,7 @@ GATEFOLD_HD std::uint32_t value_word(const PackJob& job, Format value, std::int6
 
 /// Scale of (row r, group g) of a record; the row's own is there already.
 GATEFOLD_HD void pack_group(const PackJob& job, std::int64_t unit, std::int64_t record, int r, int g,
-                            std::byte* out) {
+                            std::byte* extra) {
   const PackedFormat& p = job.shape.format;
   const PackRow at = row_of(job, unit, r);
   const std::int64_t k = record * kRecordColumns + g * p.group;
@@ -122,7 +122,7 @@ GATEFOLD_HD void pack_group(const PackJob& job, std::int64_t unit, std::int64_t 
   else if (p.scale != at.source.scale_format)
     code = std::bit_cast<std::uint32_t>(scale_value(at.source.scale_format, code));
   for (int i = 0; i < p.scale.bits / 8; ++i)
-    out[scale_at(p, r, g) + i] = static_cast<std::byte>(code >> (8 * i) & 0xff);
+    extra[scale_at(p, r, g) + i] = static_cast<std::byte>(code >> (8 * i) & 0xff);
 }
 GATEFOLD_HD std::uint32_t zero_of(const PackJob& job, std::int64_t unit, std::int64_t record, int r, int g) {
   const PackRow at = row_of(job, unit, r);
@@ -142,12 +142,13 @@ GATEFOLD_HD void pack_record(const PackJob& job, Format value, std::int64_t unit
   for (int i = worker; i < p.value_bytes() / 4; i += workers)
     reinterpret_cast<std::uint32_t*>(out)[i] = value_word(job, value, unit, record, i);
   if (!p.scale.stored()) return;
+  std::byte* extra = job.out + job.shape.extra_at(unit, record);
   const int step = p.banded ? 8 : 1;
   for (int i = worker * step; i < kUnitRows * p.groups(); i += workers * step)
-    pack_group(job, unit, record, i % kUnitRows, i / kUnitRows, out);
+    pack_group(job, unit, record, i % kUnitRows, i / kUnitRows, extra);
   for (int i = worker; p.zeros && i < 8 * p.groups(); i += workers) {
     const int r = i % 8, g = i / 8;
-    out[zero_at(p, r, g)] =
+    extra[zero_at(p, r, g)] =
         static_cast<std::byte>(zero_of(job, unit, record, r, g) | zero_of(job, unit, record, r + 8, g) << 4);
   }
 }

@@ -1,15 +1,16 @@
 #pragma once
 /// \file
 /// Weights as records of 16 rows x 128 columns, in the order in which a warp multiplies them: the layout that
-/// all CUDA kernels read. A record is one contiguous piece of memory:
+/// all CUDA kernels read. A record is
 ///   values  16, 32 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes])
 ///   scales  [8 rows][groups][row, row + 8]; two f32 where a group has 8 rows or more (rows 0-7, rows 8-15)
 ///           folded: bytes [lanes][64 columns][row, row + 8]; lanes 2 i and 2 i + 1 share groups of 32
 ///   zeros   [8 rows][groups] bytes: row in the low nibble, row + 8 in the high one
-/// padded to 16 bytes. Lane 4 r + q holds rows r and r + 8, and of each of four blocks of columns 8 that are
-/// neighbours in memory (PackedFormat::column): that is an A fragment of two m16n8k16 multiplies whose k
-/// indices are permuted, the same for both operands. Where scales are folded, two blocks of a lane are
-/// neighbours, so that it has two scales of a row.
+/// in one piece, or the values of all records come first, and then the rest of all (PackedFormat::apart).
+/// Lane 4 r + q holds rows r and r + 8, and of each of four blocks of columns 8 that are neighbours in memory
+/// (PackedFormat::column): that is an A fragment of two m16n8k16 multiplies whose k indices are permuted, the
+/// same for both operands. Where scales are folded, two blocks of a lane are neighbours, so that it has two
+/// scales of a row.
 ///
 /// A matrix [n, k] is [16] f32 a unit of 16 rows (a channel's, tensor's or second-level scale, the unit of
 /// folded powers of two; NaN for rows that hold a NaN), where the format has such scales, and then its
@@ -32,7 +33,7 @@
 
 namespace gatefold::cuda {
 
-inline constexpr int kPackedVersion = 3;
+inline constexpr int kPackedVersion = 4;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
 inline constexpr int kRecordColumns = 128;
@@ -55,8 +56,12 @@ struct PackedFormat {
   constexpr int scale_bytes() const {
     return !scale.stored() ? 0 : banded ? 2 * 4 : kUnitRows * groups() * scale.bits / 8;
   }
-  constexpr int zeros_at() const { return value_bytes() + scale_bytes(); }
-  constexpr int record_bytes() const { return (zeros_at() + (zeros ? 8 * groups() : 0) + 15) / 16 * 16; }
+  /// Scales, then zeros.
+  constexpr int extra_bytes() const { return (scale_bytes() + (zeros ? 8 * groups() : 0) + 7) / 8 * 8; }
+  /// Whether scales and zeros follow the values of all records: copies in bulk are fast where steps (the
+  /// records of a pair of units) are multiples of 128 bytes.
+  constexpr bool apart() const { return kGroupUnits * extra_bytes() % 128 != 0; }
+  constexpr int record_bytes() const { return value_bytes() + (apart() ? 0 : extra_bytes()); }
 
   /// The first of the 8 columns that lanes 4 r + q hold of a block (of 4). Folded: of each 64 columns the 16
   /// from 16 q on, in two blocks that change places from q = 2 on.
@@ -123,11 +128,23 @@ struct PackedShape {
   constexpr std::int64_t records_at() const {
     return format.row_scale ? units * kUnitRows * static_cast<std::int64_t>(sizeof(float)) : 0;
   }
-  constexpr std::int64_t record_at(std::int64_t unit, std::int64_t record) const {
-    return records_at() + ((unit / kGroupUnits * records + record) * kGroupUnits + unit % kGroupUnits) *
-                              format.record_bytes();
+  /// The place of a record among all.
+  constexpr std::int64_t index(std::int64_t unit, std::int64_t record) const {
+    return (unit / kGroupUnits * records + record) * kGroupUnits + unit % kGroupUnits;
   }
-  constexpr std::int64_t bytes() const { return records_at() + units * records * format.record_bytes(); }
+  constexpr std::int64_t record_at(std::int64_t unit, std::int64_t record) const {
+    return records_at() + index(unit, record) * format.record_bytes();
+  }
+  constexpr std::int64_t extras_at() const { return records_at() + units * records * format.record_bytes(); }
+  /// The scales and zeros of a record.
+  constexpr std::int64_t extra_at(std::int64_t unit, std::int64_t record) const {
+    return format.apart() ? extras_at() + index(unit, record) * format.extra_bytes()
+                          : record_at(unit, record) + format.value_bytes();
+  }
+  constexpr std::int64_t bytes() const {
+    const std::int64_t apart = format.apart() ? units * records * format.extra_bytes() : 0;
+    return (extras_at() + apart + 127) / 128 * 128;
+  }
 };
 
 /// Where bit b of code i lies in the 32-bit word that holds codes 0, 1, ... of one row, neighbours in k.
@@ -174,19 +191,19 @@ constexpr int word_at(const PackedFormat& p, int r, int k) {
   return word / 4 * kLineBytes + lane * 16 + word % 4 * 4;
 }
 
-/// Where the scale of row r and group g begins. Bytes.
+/// Where the scale of row r and group g begins among the scales and zeros of a record. Bytes.
 constexpr int scale_at(const PackedFormat& p, int r, int g) {
-  if (p.banded) return p.value_bytes() + r / 8 * 4;
+  if (p.banded) return r / 8 * 4;
   if (p.folded) {
     const int k = g * p.group, owner = (r % 8 * 4 + p.quarter_of(k)) / (p.group / 16);
-    return p.value_bytes() + (owner * 2 + k / 64) * 2 + r / 8;
+    return (owner * 2 + k / 64) * 2 + r / 8;
   }
-  return p.value_bytes() + ((r % 8 * p.groups() + g) * 2 + r / 8) * p.scale.bits / 8;
+  return ((r % 8 * p.groups() + g) * 2 + r / 8) * p.scale.bits / 8;
 }
 
 /// The byte with the zero point of row r and group g; it is in the low nibble for rows 0-7.
 constexpr int zero_at(const PackedFormat& p, int r, int g) {
-  return p.zeros_at() + r % 8 * p.groups() + g;
+  return p.scale_bytes() + r % 8 * p.groups() + g;
 }
 
 /// ue4m3 as packed: 5 bits of exponent and 3 of mantissa, without subnormals. 0 stays 0.

@@ -72,6 +72,7 @@ template <PackedFormat P, Format M>
 void read8(const Packed& packed, std::int64_t unit, int r, std::int64_t k, double* values) {
   const PackedShape& s = packed.shape;
   const std::byte* record = packed.bytes.data() + s.record_at(unit, k / kRecordColumns);
+  const std::byte* extra = packed.bytes.data() + s.extra_at(unit, k / kRecordColumns);
   const int column = static_cast<int>(k % kRecordColumns), g = column / P.group;
   std::uint32_t words[4] = {};
   for (int i = 0; i < P.value.bits / 4; ++i)
@@ -85,14 +86,14 @@ void read8(const Packed& packed, std::int64_t unit, int r, std::int64_t k, doubl
   }
   if (P.scale.stored()) {
     std::uint32_t code = 0;
-    std::memcpy(&code, record + scale_at(P, r, g), P.scale.bits / 8);
+    std::memcpy(&code, extra + scale_at(P, r, g), P.scale.bits / 8);
     if (P.folded)
       term = folded_term<P, M>(code);
     else
       scale *= scale_value(P.scale, code);
   }
   if (P.zeros)
-    term = zero_term<P, M>(static_cast<std::uint32_t>(record[zero_at(P, r, g)]) >> (r / 8 * 4) & 15);
+    term = zero_term<P, M>(static_cast<std::uint32_t>(extra[zero_at(P, r, g)]) >> (r / 8 * 4) & 15);
   Pair pairs[4];
   decode8<P, M>(words, term, pairs);
   for (int i = 0; i < 8; ++i)
