@@ -55,7 +55,7 @@ struct Expectation {
 constexpr Expectation expectations[] = {
     {"ct-w4a16-g128-rtn", "", "", "", "no quant_algo"},
     {"ct-w4a16-asym-g64", "", "", "", "no quant_algo"},
-    {"ct-w4a16-g64-actorder", "", "", "act-order would be lost", "no quant_algo"},
+    {"ct-w4a16-g64-actorder", "act-order would be lost", "", "act-order would be lost", "no quant_algo"},
     {"ct-w3a16-g64", "", "", "", "no quant_algo"},
     {"ct-w8a16-channel", "", "", "4 bits, not of 8", "no quant_algo"},
     {"ct-w8a16-g128", "", "", "4 bits, not of 8", "no quant_algo"},
@@ -70,7 +70,7 @@ constexpr Expectation expectations[] = {
     {"modelopt-nvfp4", "its inverse is not exact", "no place in gptq", "no place in awq", ""},
     {"gptq-sym-g128", "", "", "", "no quant_algo"},
     {"gptq-asym-g64", "", "", "", "no quant_algo"},
-    {"gptq-sym-g64-actorder", "", "", "act-order would be lost", "no quant_algo"},
+    {"gptq-sym-g64-actorder", "act-order would be lost", "", "act-order would be lost", "no quant_algo"},
     {"gptq-x192-g128", "", "", "", "no quant_algo"},
     {"gptq-3bit", "", "", "", "no quant_algo"},
     {"gptq-8bit-channel", "", "", "4 bits, not of 8", "no quant_algo"},
@@ -119,10 +119,11 @@ TEST_F(Rewrite, EveryConventionToEveryOther) {
 }
 
 TEST_F(Rewrite, ThereAndBackHasTheSameBytes) {
-  for (const char* kind : {"gptq-sym-g128", "gptq-sym-g64-actorder"}) {
+  for (const auto& [kind, between] :
+       {std::pair("gptq-sym-g128", "compressed-tensors"), std::pair("gptq-sym-g64-actorder", "gptq")}) {
     const Checkpoint source = make(kind);
     const fs::path there = root_.path() / "there", back = root_.path() / "back";
-    ASSERT_TRUE(rewrite(source, there, {.to = "compressed-tensors"}));
+    ASSERT_TRUE(rewrite(source, there, {.to = between}));
     ASSERT_TRUE(rewrite(open(there), back, {.to = "gptq"}));
     const Checkpoint copy = open(back);
     ASSERT_EQ(copy.tensors().size(), source.tensors().size());
@@ -158,6 +159,34 @@ TEST_F(Rewrite, LayersOutsideOfExpertsAsWell) {
   dequantize(*a, x.data());
   dequantize(*b, y.data());
   EXPECT_EQ(x, y);
+}
+
+TEST_F(Rewrite, LayersOfSeveralSchemes) {
+  Files files = make_checkpoint("ct-w4a16-g128-rtn");
+  const Files fp8 = make_checkpoint("ct-fp8-dynamic");
+  const std::string from = "model.layers.0.mlp.experts.0.gate_proj", to = "model.layers.0.self_attn.q_proj";
+  for (FileTensor tensor : fp8.tensors)
+    if (tensor.name.starts_with(from)) {
+      tensor.name = to + tensor.name.substr(from.size());
+      files.tensors.push_back(tensor);
+    }
+  nlohmann::json& groups = files.quantization()["config_groups"];
+  groups["group_1"] = fp8.config["quantization_config"]["config_groups"]["group_0"];
+  groups["group_1"]["targets"] = {"re:.*self_attn.*"};
+  files.quantization()["format"] = "mixed-precision";
+  const Checkpoint source = save(files, "mixed");
+  ASSERT_TRUE(rewrite(source, root_.path() / "copy", {.to = "compressed-tensors"}));
+  const Checkpoint copy = open(root_.path() / "copy");
+  expect_same(source, copy);
+  const auto config = nlohmann::json::parse(copy.config_text())["quantization_config"];
+  EXPECT_EQ(config["format"], "mixed-precision");
+  EXPECT_EQ(config["config_groups"].size(), 2u);
+  EXPECT_EQ(config["version"], "0.19.0");
+  const auto layer = copy.quantized_layer(copy.other_quantized_layers().at(0));
+  ASSERT_TRUE(layer) << layer.status().message();
+  EXPECT_EQ(layer->scheme, SchemeId::fp8_channel_afp8);
+  expect_error(rewrite(source, root_.path() / "gptq", {.to = "gptq"}).status(), Code::unsupported,
+               {"self_attn.q_proj", "no place in gptq"});
 }
 
 TEST_F(Rewrite, RefusesScalesThatDoNotFit) {

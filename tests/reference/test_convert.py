@@ -21,7 +21,7 @@ from test_compressed_tensors import DUMP, MODEL, PROJECTIONS, assert_same_bits, 
 
 REAL = os.environ.get("GATEFOLD_CHECKPOINTS")
 SOURCES = ["int4_g128 by gptq", "uint4_g64 by gptq", "uint4_g32 by awq", "int8 by compressed-tensors"]
-REAL_SOURCES = ["gptq-sym-g128", "gptq-sym-g64-actorder", "gptq-asym-g64", "gptq-x192-g128", "awq-g64", "modelopt-fp8"]
+REAL_SOURCES = ["gptq-sym-g128", "gptq-asym-g64", "gptq-x192-g128", "awq-g64", "modelopt-fp8"]
 
 
 def dump(directory, out):
