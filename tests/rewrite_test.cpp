@@ -161,6 +161,18 @@ TEST_F(Rewrite, LayersOutsideOfExpertsAsWell) {
   EXPECT_EQ(x, y);
 }
 
+TEST_F(Rewrite, EmptyLayersAreRefused) {
+  Files files = make_checkpoint("gptq-sym-g128");
+  const std::string module = "model.layers.0.self_attn.q_proj";
+  files.tensors.push_back({module + ".qweight", "I32", {0, 8}, ""});
+  files.tensors.push_back({module + ".qzeros", "I32", {0, 1}, ""});
+  files.tensors.push_back({module + ".scales", "F16", {0, 8}, ""});
+  files.tensors.push_back({module + ".g_idx", "I32", {0}, ""});
+  const Checkpoint source = save(files, "empty");
+  expect_error(rewrite(source, root_.path() / "out", {.to = "awq"}).status(), Code::bad_file,
+               {module, "8 x 0"});
+}
+
 TEST_F(Rewrite, LayersOfSeveralSchemes) {
   Files files = make_checkpoint("ct-w4a16-g128-rtn");
   const Files fp8 = make_checkpoint("ct-fp8-dynamic");

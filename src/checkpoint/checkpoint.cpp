@@ -371,6 +371,7 @@ std::vector<StoredLayer> Checkpoint::other_quantized_layers() const {
     layers[module] = {module, quantized.n, quantized.k};
   }
   std::vector<StoredLayer> list;
+  list.reserve(layers.size());
   for (auto& [module, layer] : layers) list.push_back(std::move(layer));
   return list;
 }

@@ -299,7 +299,7 @@ Result<SchemeId> find_row(const Group& group, std::span<const std::int64_t> k) {
   }
   const Operand& weight = group.weight;
   if (weight.value.is_integer() && is_wide(weight.scale) && weight.group.n <= 1) {
-    const auto row = integer_row(integer_format(group), widened(group.activation), k);
+    auto row = integer_row(integer_format(group), widened(group.activation), k);
     if (row.ok()) return row;
   }
   return Status(Code::unsupported, fmt::format("{}: no scheme has {} weights with {} activations",

@@ -94,6 +94,7 @@ Result<std::vector<std::int32_t>> column_order(std::span<const std::int32_t> gro
 
 Result<QuantizedMatrix> integer_matrix(SchemeId row, std::int64_t n, std::int64_t k,
                                        const IntegerSource& source) {
+  if (Status status = check_shape(row, n, k); !status.ok()) return Status(Code::bad_file, status.message());
   const Operand& weight = scheme(row).weight;
   QuantizedMatrix matrix = make_matrix(row, n, k);
   matrix.scale_format = source.scale_format;

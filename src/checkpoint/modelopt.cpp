@@ -249,7 +249,7 @@ class Reader final : public LinearReader {
                                                const TensorEntry& entry) {
     using Shape = std::vector<std::int64_t>;
     if (weight.group == per_tensor) return {1};
-    const Shape own{layout.scale_rows, layout.scale_cols};
+    Shape own{layout.scale_rows, layout.scale_cols};
     const Shape others[] = {{layout.scale_rows, 1, layout.scale_cols, 1}, {layout.scale_rows}};
     if (weight.group.n > 1 && entry.shape == others[0]) return others[0];
     if (weight.group == per_channel && entry.shape == others[1]) return others[1];

@@ -135,7 +135,7 @@ Status Rewriter::use_layer(Layer& layer,
 Status Rewriter::plan() {
   if (Status status = find_layers(); !status.ok()) return status;
   find_others();
-  const Status status = for_each_layer([](Layer& layer, std::vector<WrittenTensor> tensors) {
+  Status status = for_each_layer([](Layer& layer, std::vector<WrittenTensor> tensors) {
     for (WrittenTensor& tensor : tensors)
       layer.outputs.push_back(
           {layer.module + std::string(tensor.suffix), tensor.dtype, std::move(tensor.shape)});

@@ -120,8 +120,8 @@ Status OrderedLayer::run(const MoeCall& call) const {
   }
   const MoeInputs inputs{.hidden = {hidden, DType::f32, slots, h}, .topk_ids = ids, .topk_weights = weights};
   const MoeOutputs outputs{.hidden = {out, DType::f32, slots, h}};
-  const Status status = kernel_->launch({routed_, routed_options_, call.tuning, call.weights, inputs, outputs,
-                                         WorkspaceLayout::align(call.workspace + inner_), call.stream});
+  Status status = kernel_->launch({routed_, routed_options_, call.tuning, call.weights, inputs, outputs,
+                                   WorkspaceLayout::align(call.workspace + inner_), call.stream});
   if (!status.ok()) return status;
   const bool has_shared = call.spec.shared.intermediate != 0;
   if (has_shared)
