@@ -303,7 +303,7 @@ const std::vector<Mutation>& mutations() {
        {"weight_scale", "group_0"}},
       // Groups that give as many scales
       {"gptq-sym-g64-actorder", "other groups, as many", set("group_size", 96), {"group"}},
-      {"ct-w4a16-asym-g64", "other groups, as many", set_weights("group_size", 80), {"group_size 80"}},
+      {"ct-w4a16-asym-g64", "other groups, as many", set_weights("group_size", 96), {"group_size 96"}},
       {"awq-g64", "other groups, as many", set("group_size", 70), {"group_size 70"}},
       // Real ones of which none is made here
       {"ct-w4a16-g128-gptq", "order said", set_weights("actorder", "group"), {"weight_g_idx"}},
