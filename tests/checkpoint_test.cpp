@@ -466,8 +466,9 @@ TEST(CheckpointTensors, SharedExpert) {
   const Checkpoint checkpoint = model.open_good();
   const auto gate = checkpoint.shared_expert(1, Projection::gate);
   ASSERT_TRUE(gate) << gate.status().message();
-  EXPECT_EQ(gate->rows, 6);
-  EXPECT_EQ(std::memcmp(gate->data, model.tensor(shared + ".gate_proj.weight").data.data(), 6 * 8 * 2), 0);
+  const MatrixView& view = std::get<MatrixView>(*gate);
+  EXPECT_EQ(view.rows, 6);
+  EXPECT_EQ(std::memcmp(view.data, model.tensor(shared + ".gate_proj.weight").data.data(), 6 * 8 * 2), 0);
   expect_error(checkpoint.shared_expert(1, Projection::up).status(), Code::bad_file,
                {"'" + shared + ".up_proj.weight'"});
   expect_error(checkpoint.shared_expert(1, Projection::down).status(), Code::bad_file,

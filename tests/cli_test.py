@@ -115,6 +115,8 @@ class CliTest(unittest.TestCase):
             ["quantize", TINY, "x"],
             ["quantize", TINY, "x", "--scheme", "int3"],
             ["quantize", TINY, "x", "--scheme", "int8", "--shard-size", "many"],
+            ["convert", TINY, "x"],
+            ["convert", TINY, "x", "--to", "gguf"],
             ["eval", TINY],
             ["eval", TINY, "--text", "a", "--tokens", "b"],
             ["eval", TINY, "--text", self.text, "--window", "1"],
@@ -189,6 +191,32 @@ class CliTest(unittest.TestCase):
                     self.assertEqual(stored[key], loaded[key], key)
                 self.assertEqual(stored["tokens"], 4 * 63)
                 self.assertGreater(stored["seconds"], 0)
+
+    def test_convert_there_and_back(self):
+        quantized, gptq, back = (self.folder / name for name in ("quantized", "gptq", "back"))
+        tool("quantize", TINY, quantized, "--scheme", "uint4_g64")
+        report = tool_json("convert", quantized, gptq, "--to", "gptq")
+        self.assertEqual((report["convention"], report["shards"]), ("gptq", 1))
+        found = tool_json("inspect", gptq)
+        self.assertEqual((found["scheme"], found["convention"]), ("uint4_g64", "gptq"))
+        conventions = {group["convention"] for group in found["groups"]}
+        self.assertEqual(conventions, {"unquantized", "gptq v2, 4 bits, zero points"})
+        self.assertIn("gptq v2, 4 bits", tool("inspect", gptq).stdout.decode())
+        tool("convert", gptq, back, "--to", "compressed-tensors")
+        names = ["model.layers.1.mlp.experts.3.up_proj.weight_packed", "model.norm.weight"]
+        before, after = (read_safetensors(path / "model.safetensors") for path in (quantized, back))
+        self.assertEqual(before.keys(), after.keys())
+        for name in names:
+            self.assertEqual(before[name], after[name])
+        losses = [tool_json("eval", path, "--text", self.text, "--window", 64)["nats_per_token"] for path in (quantized, gptq)]
+        self.assertEqual(*losses)
+
+    def test_convert_refuses_what_would_lose_something(self):
+        quantized = self.folder / "quantized"
+        tool("quantize", TINY, quantized, "--scheme", "int8_aint8")
+        done = tool("convert", quantized, self.folder / "awq", "--to", "awq", code=1)
+        self.assertIn("awq cannot say that activations are int8", done.stderr.decode())
+        self.assertFalse((self.folder / "awq").exists())
 
     def test_quantize_never_touches_what_exists(self):
         target = self.folder / "target"

@@ -255,7 +255,7 @@ TEST(CompressedTensors, ConfigsSayWhatThePackagesExpect) {
 TEST(CompressedTensors, EveryOperandSurvivesItsConfig) {
   std::vector<Scheme> rows(all_schemes().begin(), all_schemes().end());
   using namespace operands;
-  rows.push_back({"int8_g64", scaled(int8, f32, per_group(64)), act16});
+  rows.push_back({"int8_g48", scaled(int8, f32, per_group(48)), act16});
   rows.push_back(
       {"fp8_block64_afp8", scaled(e4m3, f32, per_block(64, 64)), scaled(e4m3, f32, per_group(64))});
   rows.push_back({"int8_tensor_ae5m2", scaled(int8, f32, per_tensor), scaled(e5m2, f32, per_channel)});
@@ -271,7 +271,7 @@ TEST(CompressedTensors, EveryOperandSurvivesItsConfig) {
     if (compressed_tensors::is_wide(weight.scale)) weight.scale = f32;
     EXPECT_EQ(group.weight, weight) << row.name;
     EXPECT_EQ(group.activation, row.activation) << row.name;
-    const Result<SchemeId> found = compressed_tensors::find_row(group);
+    const Result<SchemeId> found = compressed_tensors::find_row(group, {});
     const auto id = find_scheme(row.name);
     EXPECT_EQ(found.ok(), id.has_value()) << row.name;
     if (id) {
@@ -313,6 +313,7 @@ TEST(CompressedTensors, UnpackedFourBitCodes) {
     }
   stored.erase(".weight_packed");
   stored.erase(".weight_shape");
+  stored.config["config_groups"]["group_0"]["format"] = "int-quantized";
   stored.add(".weight", DType::i8, {4, 128}, codes);
   const Result<QuantizedMatrix> read = stored.read();
   ASSERT_TRUE(read.ok()) << read.status().message();
@@ -338,9 +339,9 @@ TEST(CompressedTensors, ConfigAndTensorsMustAgree) {
   with([](Stored& s) { s.at(".weight_shape").data[0] = std::byte{9}; },
        {"up_proj.weight_shape", "[9, 128]", "[4, 128]"});
   with([](Stored& s) { s.weights()["group_size"] = 32; }, {"up_proj.weight_scale", "[4, 4]"});
-  with([](Stored& s) { s.weights()["group_size"] = 96; }, {"int4 per 1 x 96"}, Code::unsupported);
+  with([](Stored& s) { s.weights()["group_size"] = 96; }, {"up_proj", "128", "group_size 96"});
   with([](Stored& s) { s.weights()["symmetric"] = false; }, {"up_proj.weight_zero_point"});
-  with([](Stored& s) { s.weights()["num_bits"] = 3; }, {"no scheme"}, Code::unsupported);
+  with([](Stored& s) { s.weights()["num_bits"] = 3; }, {"up_proj.weight_packed", "[4, 12]"});
   with(
       [](Stored& s) {
         s.add(".weight_zero_point", DType::i32, {1, 2}, std::vector<std::byte>(8));
@@ -351,7 +352,7 @@ TEST(CompressedTensors, ConfigAndTensorsMustAgree) {
   with([](Stored& s) { s.add(".input_scale", DType::f32, {1}, std::vector<std::byte>(4)); },
        {"up_proj.input_scale"});
   with([](Stored& s) { s.add(".weight_g_idx", DType::i32, {128}, std::vector<std::byte>(512)); },
-       {"up_proj.weight_g_idx"}, Code::unsupported);
+       {"up_proj.weight_g_idx", "actorder"});
   with(
       [](Stored& s) {
         s.add(".weight", DType::i8, {4, 128}, std::vector<std::byte>(512));

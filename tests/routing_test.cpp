@@ -48,6 +48,17 @@ TEST(Routing, BiasSelectsButDoesNotWeigh) {
   EXPECT_NEAR(out.weights[1], high / (low + high), 1e-6);
 }
 
+TEST(Routing, SquareRootOfSoftplus) {
+  const Routing routing{
+      .score = Score::sqrt_softplus, .renormalize = true, .correction_bias = true, .epsilon = 1e-20f};
+  const Chosen out = choose(routing, 2, {2, 100, -100, -1}, {0, 0, 11, 0});
+  EXPECT_EQ(out.ids, (std::vector<std::int32_t>{2, 1}));
+  EXPECT_NEAR(out.weights[1], 1.0, 1e-6);
+  const Chosen plain = choose({.score = Score::sqrt_softplus, .renormalize = false}, 2, {2, -1, -3});
+  EXPECT_NEAR(plain.weights[0], std::sqrt(std::log1p(std::exp(2.0))), 1e-6);
+  EXPECT_NEAR(plain.weights[1], std::sqrt(std::log1p(std::exp(-1.0))), 1e-6);
+}
+
 TEST(Routing, GroupsByTheirTwoBestOrTheirBest) {
   // Best single expert in group 0; best pair in group 1.
   const std::vector<float> logits = {3, -9, 2, 2, 0, 0};

@@ -44,6 +44,7 @@ class Cli {
 void add_schemes(Cli& cli);
 void add_inspect(Cli& cli);
 void add_quantize(Cli& cli);
+void add_convert(Cli& cli);
 void add_run(Cli& cli);
 void add_eval(Cli& cli);
 void add_generate(Cli& cli);

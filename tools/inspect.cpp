@@ -29,20 +29,22 @@ std::string pattern(std::string_view name) {
 }
 
 struct Group {
-  std::string pattern;
+  std::string pattern, convention;
   DType dtype = DType::u8;
   std::vector<std::int64_t> shape;
   std::int64_t count = 0;
   std::uint64_t bytes = 0;
 };
 
-/// Tensors of one pattern, type and shape; the largest first.
+/// Tensors of one pattern, convention, type and shape; the largest first.
 std::vector<Group> groups(const Checkpoint& checkpoint) {
-  std::map<std::tuple<std::string, DType, std::vector<std::int64_t>>, Group> by_key;
+  std::map<std::tuple<std::string, std::string, DType, std::vector<std::int64_t>>, Group> by_key;
   for (const TensorEntry& tensor : checkpoint.tensors()) {
     std::string key = pattern(tensor.name);
-    Group& group = by_key[{key, tensor.dtype, tensor.shape}];
+    std::string convention = checkpoint.convention(tensor);
+    Group& group = by_key[{key, convention, tensor.dtype, tensor.shape}];
     group.pattern = std::move(key);
+    group.convention = std::move(convention);
     group.dtype = tensor.dtype;
     group.shape = tensor.shape;
     ++group.count;
@@ -109,6 +111,7 @@ Json to_json(const Checkpoint& checkpoint, std::uint64_t bytes) {
   json["groups"] = Json::array();
   for (const Group& group : groups(checkpoint))
     json["groups"].push_back({{"name", group.pattern},
+                              {"convention", group.convention},
                               {"dtype", name(group.dtype)},
                               {"shape", group.shape},
                               {"count", group.count},
@@ -142,10 +145,18 @@ void print(const Checkpoint& checkpoint, std::uint64_t bytes) {
                  human_bytes(run.bytes), fmt::format("{} ({})", run.stored, checkpoint.convention())});
 
   fmt::print("\n");
-  const Table table({{"tensors", 7}, {"bytes", 9}, {"type", -7}, {"shape", -18}, {"name", -1}});
-  for (const Group& group : groups(checkpoint))
+  const std::vector<Group> all = groups(checkpoint);
+  std::size_t width = 10;
+  for (const Group& group : all) width = std::max(width, group.convention.size());
+  const Table table({{"tensors", 7},
+                     {"bytes", 9},
+                     {"type", -7},
+                     {"shape", -18},
+                     {"convention", -static_cast<int>(width)},
+                     {"name", -1}});
+  for (const Group& group : all)
     table.row({fmt::to_string(group.count), human_bytes(group.bytes), std::string(name(group.dtype)),
-               shape_text(group.shape), group.pattern});
+               shape_text(group.shape), group.convention, group.pattern});
 
   fmt::print("\n");
   const Table big({{"largest", 9}, {"type", -7}, {"shape", -18}, {"name", -1}});

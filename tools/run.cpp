@@ -67,6 +67,7 @@ Status run(Options options, Json* json) {
   options.load.plan = options.plan;
   const auto experts = load_experts(*checkpoint, options.load);
   if (!experts) return experts.status();
+  for (const std::string& warning : experts->warnings()) fmt::print(stderr, "warning: {}\n", warning);
   const MoeSpec& spec = experts->spec();
   auto input = read_input(*source, spec);
   if (!input) return input.status();

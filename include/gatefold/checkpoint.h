@@ -79,6 +79,12 @@ struct ExpertGroup {
   std::uint64_t bytes = 0;
 };
 
+/// A quantized layer outside of the routed experts.
+struct StoredLayer {
+  std::string module;  ///< "model.layers.0.self_attn.q_proj"
+  std::int64_t n = 0, k = 0;
+};
+
 class Checkpoint {
  public:
   /// Maps all files and checks everything that can be checked without reading tensor data.
@@ -99,12 +105,18 @@ class Checkpoint {
   /// How the experts are stored: "unquantized", "compressed-tensors", ...
   std::string_view convention() const;
   /// The scheme in which the routed experts are stored; for unquantized ones that of their dtype.
-  /// Error: stored in a way that no row of the table describes.
+  /// Error: stored in a way that no row of the table describes, or layers in different ones.
   Result<SchemeId> stored_scheme() const;
+  /// The same of one layer. Error: also, its experts differ.
+  Result<SchemeId> stored_scheme(int layer) const;
 
   /// The matrix of one routed expert: gate and up are [I, H], down is [H, I]. Per-expert tensors and slices
   /// of fused 3-D tensors look the same here.
   Result<ExpertMatrix> expert(int layer, int expert, Projection projection) const;
+  /// Its QuantizedMatrix::input_order, without the rest.
+  Result<std::vector<std::int32_t>> input_order(int layer, int expert, Projection projection) const;
+  /// The biases of a layer's routed experts, [E, N] as f32 (MoeSpec::bias).
+  Result<std::vector<float>> expert_biases(int layer, Projection projection) const;
   /// All tensors that make up the routed experts (to be replaced when converting), and only these.
   bool is_expert_tensor(std::string_view name) const;
 
@@ -112,11 +124,27 @@ class Checkpoint {
   Result<TensorView> router(int layer) const;
   const TensorEntry* router_correction_bias(int layer) const;
   const TensorEntry* router_bias(int layer) const;
-  /// Shared expert's matrices (unquantized), and its gate vector [1, H] if the family has one.
-  Result<MatrixView> shared_expert(int layer, Projection projection) const;
+  /// Whether experts are chosen by a table of token ids (DeepSeek-V4's first layers): then the router alone
+  /// does not say which, and the caller of a layer must.
+  bool chooses_by_token(int layer) const;
+  /// Shared expert's matrices, the scheme in which all three are stored, and its gate vector [1, H] if the
+  /// family has one.
+  Result<ExpertMatrix> shared_expert(int layer, Projection projection) const;
+  Result<SchemeId> shared_scheme(int layer) const;
   Result<TensorView> shared_expert_gate(int layer) const;
 
+  /// Quantized layers that are no routed expert's, in the order of their names, and the matrix of one.
+  std::vector<StoredLayer> other_quantized_layers() const;
+  Result<QuantizedMatrix> quantized_layer(const StoredLayer& layer) const;
+  /// The module that a tensor belongs to if the module is quantized; else empty.
+  std::string quantized_module(const TensorEntry& entry) const;
+  /// "model.layers.0.mlp.experts.3.gate_proj": where the matrix is, or would be if experts were not fused.
+  std::string expert_module(int layer, int expert, Projection projection) const;
+
   std::vector<ExpertGroup> expert_groups() const;
+  /// How the layer is stored to which a tensor belongs: "compressed-tensors pack-quantized",
+  /// "gptq v1, 4 bits", ...; "unquantized" for the rest.
+  std::string convention(const TensorEntry& entry) const;
 
  private:
   struct State;
@@ -148,6 +176,21 @@ struct ConvertReport {
 /// left behind and nothing that existed is touched. `progress` may be called from any thread, one at a time.
 Result<ConvertReport> convert(const Checkpoint& source, const std::filesystem::path& destination,
                               const ConvertOptions& options,
+                              const std::function<void(const ConvertProgress&)>& progress = {});
+
+struct RewriteOptions {
+  std::string to;  ///< "compressed-tensors", "gptq", "awq" or "modelopt"
+  std::uint64_t shard_bytes = 5'000'000'000;
+  int threads = 0;  ///< 0: OpenMP's default
+  /// Asked before each matrix, from any thread: true stops with an error.
+  std::function<bool()> cancelled;
+};
+
+/// Copies a quantized checkpoint into another convention: every quantized layer with the same weights bit for
+/// bit, all else as it is. Errors: what would be lost, before anything is written; the same of a destination
+/// that exists, and of failures, as convert(). Every layer is read twice; memory is one matrix per thread.
+Result<ConvertReport> rewrite(const Checkpoint& source, const std::filesystem::path& destination,
+                              const RewriteOptions& options,
                               const std::function<void(const ConvertProgress&)>& progress = {});
 
 }  // namespace gatefold

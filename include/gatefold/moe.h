@@ -50,13 +50,16 @@ enum class Precision : std::uint8_t { native, f32 };
 /// Where weights come from: returns the matrix of (expert, projection). Called once each, from one thread.
 using ExpertSource = std::function<Result<QuantizedMatrix>(int expert, Projection projection)>;
 
-/// What an MoE layer has besides its experts' matrices; all f32, row-major; empty where the layer has none.
+/// What an MoE layer has besides its experts' matrices; row-major; empty where the layer has none.
 struct LayerVectors {
   std::vector<float> router;                         ///< [E, H]
   std::vector<float> router_bias;                    ///< [E]
   std::vector<float> correction_bias;                ///< [E]
   std::vector<float> shared_gate;                    ///< [H]
   std::vector<float> gate_bias, up_bias, down_bias;  ///< [E, I], [E, I], [E, H]
+  /// [E, H] (MoeSpec::ordered_inputs): column j of gate and up of expert e multiplies hidden state
+  /// input_order[e, j].
+  std::vector<std::int32_t> input_order;
 };
 
 /// What a CPU plan may choose freely: the results have the same bits whatever it is.
@@ -94,6 +97,9 @@ class ExpertWeights {
   const Device& device() const;
   std::size_t packed_bytes() const;         ///< of the routed experts
   std::size_t packed_expert_bytes() const;  ///< of one routed expert
+  /// What load_experts found odd: weights so large or small that a scale may have been meant the other way
+  /// round. "layer 0, expert 3, down_proj: weights of up to 5.1e+07: ...".
+  std::span<const std::string> warnings() const;
   /// Layout and size of the packed weights, and how much of them lies in 2 MiB pages.
   std::string describe() const;
 
@@ -102,7 +108,9 @@ class ExpertWeights {
 
  private:
   explicit ExpertWeights(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+  friend Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const struct LoadOptions& options);
   std::shared_ptr<const State> state_;
+  std::vector<std::string> warnings_;
 };
 
 struct LoadOptions {
@@ -114,7 +122,9 @@ struct LoadOptions {
   QuantizeOptions quantize;
   PlanOptions plan;  ///< what the weights will be run with: ExpertWeights::pack
 };
-/// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then.
+/// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then. Where a
+/// checkpoint's columns are ordered (QuantizedMatrix::input_order), those of `down` are followed by the rows
+/// of gate and up, and those of gate and up become LayerVectors::input_order.
 Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptions& options);
 
 /// Pointers are to row-major arrays of the plan's device. tokens = hidden.rows.

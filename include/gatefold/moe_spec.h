@@ -12,7 +12,8 @@
 
 namespace gatefold {
 
-enum class Score : std::uint8_t { softmax, sigmoid };
+/// sqrt_softplus: the square root of log(1 + e^x) (DeepSeek-V4; on CPUs only).
+enum class Score : std::uint8_t { softmax, sigmoid, sqrt_softplus };
 /// Score of a group of experts: its best expert (DeepSeek-V2), or the sum of its two best (DeepSeek-V3).
 enum class GroupScore : std::uint8_t { max, top2_sum };
 
@@ -58,8 +59,10 @@ struct MoeSpec {
   Activation activation;
   Routing routing;
   SharedExpert shared;
-  bool bias = false;              ///< gate, up and down have biases (gpt-oss)
-  DType act_dtype = DType::bf16;  ///< the model's 16-bit type: bf16 or f16
+  bool bias = false;            ///< gate, up and down have biases (gpt-oss)
+  bool ordered_inputs = false;  ///< each expert takes its inputs in an order of its own (GPTQ's act-order)
+  ScaleRule activation_rule = ScaleRule::standard;  ///< of quantized activations; other ones on CPUs only
+  DType act_dtype = DType::bf16;                    ///< the model's 16-bit type: bf16 or f16
 
   /// Errors: a size <= 0, top_k > experts, groups that do not divide, K that the scheme cannot store, ...
   Status validate() const;

@@ -57,6 +57,9 @@ struct QuantizedMatrix {
   std::int64_t n = 0, k = 0;
   Format scale_format;  ///< the table's, or what a checkpoint holds in its place (f16, f32, bf16)
   std::vector<std::byte> values, scales, zero_points;
+  /// Empty, or [k], a permutation: column j of the codes multiplies input input_order[j]. Checkpoints whose
+  /// groups are not runs of columns (GPTQ's act-order) are held like this; dequantize() undoes it.
+  std::vector<std::int32_t> input_order;
   TensorScale tensor_scale;
   std::optional<TensorScale>
       input_scale;  ///< static activation scale: x_real = code * [block scale *] input_scale
@@ -87,7 +90,7 @@ struct QuantizeOptions {
 Result<QuantizedMatrix> quantize(SchemeId scheme, const MatrixView& weights,
                                  const QuantizeOptions& options = {});
 
-/// W as f32, row-major [n, k], into `out`.
+/// W as f32, row-major [n, k], columns in the order of the inputs, into `out`.
 void dequantize(const QuantizedMatrix& matrix, float* out);
 
 }  // namespace gatefold

@@ -23,6 +23,14 @@ struct Granularity {
   friend constexpr bool operator==(const Granularity&, const Granularity&) = default;
 };
 
+/// How the scales of activations are found where a checkpoint does not give them. The table's operands follow
+/// the standard rules (quantize.h); a checkpoint is run with those of the software that made it.
+enum class ScaleRule : std::uint8_t {
+  standard,
+  compressed_tensors,  ///< integers: amax / (range / 2); ue8m0: one exponent more from a mantissa of 1.75 on
+  modelopt,            ///< ue4m3: amax / (6 * input_scale), at least 2^-9
+};
+
 /// One side of the multiply. real = (code - zero_point) * scale[group] * tensor_scale.
 struct Operand {
   Format value;         ///< none: the model's own 16-bit type
@@ -30,6 +38,7 @@ struct Operand {
   Granularity group;    ///< extent of one scale (and zero point)
   Format zero_point;    ///< none: symmetric
   Format tensor_scale;  ///< f32: a second scale, one per matrix (weights) or per token (activations)
+  ScaleRule rule = ScaleRule::standard;  ///< of activations; not part of the table
   friend constexpr bool operator==(const Operand&, const Operand&) = default;
 
   constexpr bool quantized() const { return scale.stored(); }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -12,7 +13,9 @@
 #include "checkpoint/convention.h"
 #include "checkpoint/families.h"
 #include "checkpoint/json.h"
+#include "checkpoint/side_files.h"
 #include "checkpoint/source.h"
+#include "format/row_kernels.h"
 
 namespace gatefold {
 namespace {
@@ -39,7 +42,9 @@ std::string find_prefix(const Source& source) {
 struct LayerExperts {
   bool fused[3] = {}, separate[3] = {};  // by Projection: how they are stored
   std::set<std::string_view> schemes;    // that they are stored in
+  std::optional<SchemeId> scheme;        // of the first of them
   std::string other;                     // why the first of the rest is stored in none
+  Status unsupported;                    // why there is no one scheme
   std::uint64_t bytes = 0;
 };
 
@@ -68,6 +73,7 @@ struct Checkpoint::State {
   Status scan_block(int layer) const;
 
   Result<Linear> locate(int layer, int expert, Projection projection) const;
+  Result<SchemeId> shared_scheme(int layer) const;
   Status check_moe_layer(int layer) const;
   bool is_known(const ExpertTensor& tensor) const {
     return tensor.layer < config.model.layers;  // beyond them: modules that predict several tokens
@@ -85,8 +91,6 @@ struct Checkpoint::State {
   std::unique_ptr<LinearReader> reader;
   std::map<int, LayerExperts> layers;
   std::string last_module;  // of the scan
-  std::optional<SchemeId> stored_scheme;
-  Status unsupported;  // why there is no stored_scheme
 };
 
 Result<Checkpoint> Checkpoint::open(const fs::path& directory) {
@@ -95,6 +99,8 @@ Result<Checkpoint> Checkpoint::open(const fs::path& directory) {
   if (!text) return text.status();
   auto config = parse_config(*text, config_path);
   if (!config) return config.status();
+  if (Status status = read_side_files(directory, config_path, config->quantization); !status.ok())
+    return status;
   auto source = Source::open(directory);
   if (!source) return source.status();
 
@@ -106,6 +112,7 @@ Result<Checkpoint> Checkpoint::open(const fs::path& directory) {
       (*convention)->open(state->source, state->config.quantization, state->config.model, config_path);
   if (!reader) return reader.status();
   state->reader = std::move(*reader);
+  state->config.model.moe.activation_rule = state->reader->activation_rule();
   if (Status status = state->scan(); !status.ok()) return status;
   return Checkpoint(std::move(state));
 }
@@ -124,10 +131,6 @@ Status Checkpoint::State::scan() {
   for (int layer = 0; layer < config.model.layers; ++layer)
     if (config.model.is_moe[static_cast<std::size_t>(layer)])
       if (Status status = scan_block(layer); !status.ok()) return status;
-  if (layers.empty())
-    unsupported = {Code::bad_file,
-                   fmt::format("{}: no tensors of routed experts, such as {}.weight", directory.string(),
-                               names.expert(config.model.moe, 0, 0, Projection::gate).module)};
   return {};
 }
 
@@ -141,6 +144,11 @@ Status Checkpoint::State::scan_expert_tensor(const TensorEntry& entry, const Exp
   if (tensor.expert && *tensor.expert >= model.moe.experts)
     return error(fmt::format("{} says that there are {} experts", config_path, model.moe.experts));
   const bool fused = !tensor.expert.has_value();
+  if (model.moe.bias && fused && tensor.suffix == "_bias") {
+    layers[tensor.layer].bytes += entry.bytes();
+    const std::int64_t rows = tensor.gate_up ? 2 * model.moe.intermediate : model.moe.hidden;
+    return require_tensor(source, entry.name, {{model.moe.experts, rows}}, float_dtypes).status();
+  }
   const auto suffixes = reader->suffixes(fused);
   if (std::find(suffixes.begin(), suffixes.end(), tensor.suffix) == suffixes.end())
     return error(fmt::format(
@@ -164,18 +172,18 @@ Status Checkpoint::State::scan_expert_tensor(const TensorEntry& entry, const Exp
   const auto scheme = reader->scheme(linear);
   if (!scheme && scheme.status().code() != Code::unsupported) return scheme.status();
   if (!scheme) {
-    if (unsupported.ok()) unsupported = scheme.status();
+    if (layer.unsupported.ok()) layer.unsupported = scheme.status();
     if (layer.other.empty()) layer.other = scheme.status().message();
     return {};
   }
   const bool plain = !gatefold::scheme(*scheme).weight.quantized();
   layer.schemes.insert(plain && entry.dtype == DType::f32 ? std::string_view("f32")
                                                           : gatefold::scheme(*scheme).name);
-  if (!stored_scheme) stored_scheme = *scheme;
-  if (*stored_scheme != *scheme && unsupported.ok())
-    unsupported = {Code::unsupported,
-                   fmt::format("{}: stored as {}, but experts before it as {}", source.where(entry),
-                               gatefold::scheme(*scheme).name, gatefold::scheme(*stored_scheme).name)};
+  if (!layer.scheme) layer.scheme = *scheme;
+  if (*layer.scheme != *scheme && layer.unsupported.ok())
+    layer.unsupported = {Code::unsupported,
+                         fmt::format("{}: stored as {}, but experts before it as {}", source.where(entry),
+                                     gatefold::scheme(*scheme).name, gatefold::scheme(*layer.scheme).name)};
   return {};
 }
 
@@ -186,12 +194,28 @@ Status Checkpoint::State::scan_block(int layer) const {
     if (source.find(name) == nullptr) return {};
     return require_tensor(source, name, {shape.begin(), shape.size()}, float_dtypes).status();
   };
-  Status status = check(block_tensor(layer, "gate.weight"), {moe.experts, moe.hidden});
-  if (status.ok()) status = check(block_tensor(layer, "gate.bias"), {moe.experts});
-  if (status.ok()) status = check(block_tensor(layer, "gate.e_score_correction_bias"), {moe.experts});
+  Status status = check(names.router(layer) + ".weight", {moe.experts, moe.hidden});
+  if (status.ok()) status = check(names.router(layer) + ".bias", {moe.experts});
+  if (status.ok()) status = check(names.correction_bias(layer), {moe.experts});
   if (status.ok() && moe.shared.gated)
     status = check(block_tensor(layer, "shared_expert_gate.weight"), {1, moe.hidden});
   return status;
+}
+
+Result<SchemeId> Checkpoint::State::shared_scheme(int layer) const {
+  std::optional<SchemeId> first;
+  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+    const Linear linear = names.shared_expert(config.model.moe, layer, projection);
+    const auto scheme = reader->scheme(linear);
+    if (!scheme) return scheme.status();
+    if (first && *first != *scheme)
+      return Status{
+          Code::unsupported,
+          fmt::format("{}: {} is stored as {}, but others of the shared expert as {}", directory.string(),
+                      linear.module, gatefold::scheme(*scheme).name, gatefold::scheme(*first).name)};
+    first = *scheme;
+  }
+  return *first;
 }
 
 Status Checkpoint::State::check_moe_layer(int layer) const {
@@ -261,14 +285,105 @@ Result<TensorView> Checkpoint::tensor(std::string_view name) const {
 }
 
 Result<SchemeId> Checkpoint::stored_scheme() const {
-  if (!state_->unsupported.ok()) return state_->unsupported;
-  return *state_->stored_scheme;
+  if (state_->layers.empty())
+    return Status{Code::bad_file,
+                  fmt::format("{}: no tensors of routed experts, such as {}.weight", directory().string(),
+                              state_->names.expert(config().moe, 0, 0, Projection::gate).module)};
+  const int first = state_->layers.begin()->first;
+  for (const auto& [layer, experts] : state_->layers) {
+    if (!experts.unsupported.ok()) return experts.unsupported;
+    const SchemeId expected = *state_->layers.begin()->second.scheme;
+    if (*experts.scheme != expected)
+      return Status{Code::unsupported,
+                    fmt::format("{}: experts of layer {} are stored as {}, those of layer {} as {}",
+                                directory().string(), layer, scheme(*experts.scheme).name, first,
+                                scheme(expected).name)};
+  }
+  return *state_->layers.begin()->second.scheme;
+}
+
+Result<SchemeId> Checkpoint::stored_scheme(int layer) const {
+  if (Status status = state_->check_moe_layer(layer); !status.ok()) return status;
+  const auto found = state_->layers.find(layer);
+  if (found == state_->layers.end())
+    return Status{
+        Code::bad_file,
+        fmt::format("{}: no tensors of routed experts of layer {}, such as {}.weight", directory().string(),
+                    layer, state_->names.expert(config().moe, layer, 0, Projection::gate).module)};
+  if (!found->second.unsupported.ok()) return found->second.unsupported;
+  return *found->second.scheme;
 }
 
 Result<ExpertMatrix> Checkpoint::expert(int layer, int expert, Projection projection) const {
   const auto linear = state_->locate(layer, expert, projection);
   if (!linear) return linear.status();
   return state_->reader->read(*linear);
+}
+
+Result<std::vector<std::int32_t>> Checkpoint::input_order(int layer, int expert,
+                                                          Projection projection) const {
+  const auto linear = state_->locate(layer, expert, projection);
+  if (!linear) return linear.status();
+  return state_->reader->input_order(*linear);
+}
+
+Result<std::vector<float>> Checkpoint::expert_biases(int layer, Projection projection) const {
+  if (Status status = state_->check_moe_layer(layer); !status.ok()) return status;
+  const auto found = tensor(state_->names.fused_bias(layer, projection));
+  if (!found) return found.status();
+  std::vector<float> all(found->bytes * 8 / static_cast<std::size_t>(bits(found->dtype)));
+  row_kernels().widen(found->dtype, found->data, 0, static_cast<std::int64_t>(all.size()), all.data());
+  const Linear linear = state_->names.fused_expert(config().moe, layer, 0, projection);
+  std::vector<float> biases;
+  for (std::int64_t expert = 0; expert < config().moe.experts; ++expert)
+    for (std::int64_t n = 0; n < linear.n; ++n)
+      biases.push_back(all[static_cast<std::size_t>(expert * linear.fused->rows + linear.fused->first_row +
+                                                    n * linear.fused->row_step)]);
+  return biases;
+}
+
+std::string Checkpoint::quantized_module(const TensorEntry& entry) const {
+  for (const bool fused : {false, true})
+    for (const std::string_view suffix : state_->reader->suffixes(fused)) {
+      if (suffix.empty() || !entry.name.ends_with(suffix)) continue;
+      std::string module = entry.name.substr(0, entry.name.size() - suffix.size());
+      if (state_->reader->quantized(module)) return module;
+    }
+  return {};
+}
+
+std::string Checkpoint::convention(const TensorEntry& entry) const {
+  const std::string module = quantized_module(entry);
+  return module.empty() ? "unquantized" : state_->reader->quantized(module)->stored_as;
+}
+
+std::string Checkpoint::expert_module(int layer, int expert, Projection projection) const {
+  return state_->names.expert(config().moe, layer, expert, projection).module;
+}
+
+std::vector<StoredLayer> Checkpoint::other_quantized_layers() const {
+  std::map<std::string, StoredLayer> layers;
+  for (const TensorEntry& entry : tensors()) {
+    if (is_expert_tensor(entry.name)) continue;
+    const std::string module = quantized_module(entry);
+    if (module.empty() || layers.contains(module)) continue;
+    const auto quantized = *state_->reader->quantized(module);
+    layers[module] = {module, quantized.n, quantized.k};
+  }
+  std::vector<StoredLayer> list;
+  list.reserve(layers.size());
+  for (auto& [module, layer] : layers) list.push_back(std::move(layer));
+  return list;
+}
+
+Result<QuantizedMatrix> Checkpoint::quantized_layer(const StoredLayer& layer) const {
+  const Linear linear{.module = layer.module, .n = layer.n, .k = layer.k, .fused = {}};
+  if (const auto scheme = state_->reader->scheme(linear); !scheme) return scheme.status();
+  auto matrix = state_->reader->read(linear);
+  if (!matrix) return matrix.status();
+  if (auto* quantized = std::get_if<QuantizedMatrix>(&*matrix)) return std::move(*quantized);
+  return Status{Code::invalid_argument,
+                fmt::format("{}: {} is not quantized", directory().string(), layer.module)};
 }
 
 bool Checkpoint::is_expert_tensor(std::string_view name) const {
@@ -278,22 +393,34 @@ bool Checkpoint::is_expert_tensor(std::string_view name) const {
 
 Result<TensorView> Checkpoint::router(int layer) const {
   if (Status status = state_->check_moe_layer(layer); !status.ok()) return status;
-  return tensor(state_->block_tensor(layer, "gate.weight"));
+  return tensor(state_->names.router(layer) + ".weight");
 }
 
 const TensorEntry* Checkpoint::router_correction_bias(int layer) const {
-  return find(state_->block_tensor(layer, "gate.e_score_correction_bias"));
+  return find(state_->names.correction_bias(layer));
 }
 
 const TensorEntry* Checkpoint::router_bias(int layer) const {
-  return find(state_->block_tensor(layer, "gate.bias"));
+  const std::string name = state_->names.router(layer) + ".bias";
+  return name == state_->names.correction_bias(layer) ? nullptr : find(name);
 }
 
-Result<MatrixView> Checkpoint::shared_expert(int layer, Projection projection) const {
+bool Checkpoint::chooses_by_token(int layer) const {
+  return find(state_->names.router(layer) + ".tid2eid") != nullptr;
+}
+
+Result<ExpertMatrix> Checkpoint::shared_expert(int layer, Projection projection) const {
   if (Status status = state_->check_moe_layer(layer); !status.ok()) return status;
   if (config().moe.shared.intermediate == 0)
     return Status{Code::invalid_argument, directory().string() + ": the model has no shared expert"};
-  return unquantized_matrix(state_->source, state_->names.shared_expert(config().moe, layer, projection));
+  return state_->reader->read(state_->names.shared_expert(config().moe, layer, projection));
+}
+
+Result<SchemeId> Checkpoint::shared_scheme(int layer) const {
+  if (Status status = state_->check_moe_layer(layer); !status.ok()) return status;
+  if (config().moe.shared.intermediate == 0)
+    return Status{Code::invalid_argument, directory().string() + ": the model has no shared expert"};
+  return state_->shared_scheme(layer);
 }
 
 Result<TensorView> Checkpoint::shared_expert_gate(int layer) const {

@@ -3,13 +3,16 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
+#include <array>
+#include <cstring>
 #include <unordered_set>
 
 #include "checkpoint/compressed_tensors_codec.h"
+#include "checkpoint/conventions.h"
+#include "checkpoint/integer_matrix.h"
 #include "checkpoint/json.h"
+#include "checkpoint/linear_tensors.h"
 #include "checkpoint/name_pattern.h"
-#include "format/matrix.h"
 
 namespace gatefold::compressed_tensors {
 namespace {
@@ -25,7 +28,6 @@ constexpr std::string_view suffixes[] = {".weight",
                                          ".input_zero_point",
                                          ".input_global_scale"};
 constexpr std::string_view fused_suffixes[] = {""};
-constexpr DType wide_dtypes[] = {DType::f32, DType::bf16, DType::f16};
 
 /// Of all patterns of a config: they are tried on every expert of a model, so this bounds the time of opening
 /// one. Published configs need a few hundred.
@@ -76,9 +78,9 @@ class Reader final : public LinearReader {
       for (const std::string& target : group.targets)
         if (Status status = targets.add(target, states); !status.ok())
           return {status.code(), fmt::format("{}.targets: {}", group.where, status.message())};
-      const Result<SchemeId> row = find_row(group);
-      groups_.push_back({std::move(group), std::move(targets), row});
+      groups_.push_back({std::move(group), std::move(targets)});
     }
+    by_package_ = quantization.contains("version");
     const auto ignore = quantization.find("ignore");
     if (ignore == quantization.end() || ignore->is_null()) return {};
     if (!ignore->is_array())
@@ -98,37 +100,65 @@ class Reader final : public LinearReader {
   }
 
   Result<SchemeId> scheme(const Linear& linear) const override {
-    if (!is_quantized(linear)) return unquantized_scheme(source_, linear, model_);
+    if (!is_quantized(linear)) return unquantized(linear);
     const Result<Parts> parts = find(linear);
     if (!parts.ok()) return parts.status();
     return parts->matrix.scheme;
   }
 
   Result<ExpertMatrix> read(const Linear& linear) const override {
-    if (!is_quantized(linear)) {
-      const Result<MatrixView> view = unquantized_matrix(source_, linear);
-      if (!view.ok()) return view.status();
-      return ExpertMatrix(*view);
-    }
+    if (!is_quantized(linear)) return read_unquantized(source_, linear);
     Result<Parts> parts = find(linear);
     if (!parts.ok()) return parts.status();
     if (Status status = load(*parts); !status.ok()) return status;
     return ExpertMatrix(std::move(parts->matrix));
   }
 
+  Result<std::vector<std::int32_t>> input_order(const Linear& linear) const override {
+    if (!is_quantized(linear)) return std::vector<std::int32_t>();
+    const Result<Parts> parts = find(linear);
+    if (!parts.ok()) return parts.status();
+    if (parts->groups == nullptr) return std::vector<std::int32_t>();
+    auto order = column_order(read_i32(source_, *parts->groups), parts->format.groups(linear.k));
+    if (order) return order;
+    return Status(order.status().code(), source_.where(*parts->groups) + ": " + order.status().message());
+  }
+
+  std::optional<Quantized> quantized(const std::string& module) const override {
+    const Linear linear{.module = module, .n = 0, .k = 0, .fused = {}};
+    if (!is_quantized(linear)) return std::nullopt;
+    const TensorEntry *packed = entry(linear, ".weight_packed"), *plain = entry(linear, ".weight"),
+                      *shape = entry(linear, ".weight_shape");
+    const TensorEntry* values = packed != nullptr ? packed : plain;
+    if (values == nullptr || values->shape.size() != 2) return std::nullopt;
+    const Result<const Target*> target = find_target(linear);
+    Quantized found{values->shape[0], values->shape[1], "compressed-tensors"};
+    if (target.ok()) found.stored_as = fmt::format("compressed-tensors {}", (*target)->group.format);
+    if (packed != nullptr && packed->dtype == DType::u8) found.k *= 2;
+    if (packed != nullptr && packed->dtype == DType::i32 && shape != nullptr && shape->shape.size() == 1 &&
+        shape->shape[0] == 2 && (shape->dtype == DType::i64 || shape->dtype == DType::i32))
+      found.k = stored_shape(*shape)[1];
+    return found;
+  }
+
+  ScaleRule activation_rule() const override {
+    return by_package_ ? ScaleRule::compressed_tensors : ScaleRule::standard;
+  }
+
  private:
   struct Target {
     Group group;
     NameList targets;
-    Result<SchemeId> row;
   };
 
   /// The tensors of one matrix, all of the right type and shape; `matrix` has no data yet.
   struct Parts {
     QuantizedMatrix matrix;
     Packing packing = Packing::plain;
-    bool one_per_byte = false;  ///< 4-bit codes in a "weight" of I8
-    const TensorEntry *values = nullptr, *shape = nullptr, *scales = nullptr, *zeros = nullptr;
+    IntegerFormat format;    ///< of integers
+    bool own_layout = true;  ///< nothing has to be moved but words
+    const TensorEntry *values = nullptr, *shape = nullptr, *scales = nullptr, *zeros = nullptr,
+                      *groups = nullptr;
     const TensorEntry *tensor_scale = nullptr, *input_scale = nullptr;
   };
 
@@ -140,6 +170,14 @@ class Reader final : public LinearReader {
   bool is_quantized(const Linear& linear) const {
     return !linear.fused &&
            (entry(linear, ".weight_packed") != nullptr || entry(linear, ".weight_scale") != nullptr);
+  }
+
+  Result<SchemeId> unquantized(const Linear& linear) const {
+    const TensorEntry* weight = entry(linear, ".weight");
+    if (!linear.fused && weight != nullptr && bits(weight->dtype) == 8)
+      return Status(Code::bad_file, fmt::format("{}: is {}, but there is no {}.weight_scale",
+                                                source_.where(*weight), name(weight->dtype), linear.module));
+    return unquantized_scheme(source_, linear, model_);
   }
 
   Result<const Target*> find_target(const Linear& linear) const {
@@ -158,193 +196,223 @@ class Reader final : public LinearReader {
                               ignored ? "ignore names it" : "config_groups has no target for it"));
   }
 
-  /// Finds a tensor and checks it against what the config asks for.
-  struct Finder {
-    const Reader& reader;
-    const Linear& linear;
-    const Group& group;
-    Status status;
-
-    const TensorEntry* require(std::string_view suffix, std::vector<std::int64_t> shape,
-                               std::span<const DType> dtypes) {
-      if (!status.ok()) return nullptr;
-      const TensorEntry* entry = reader.entry(linear, suffix);
-      // A single number is written as [1], [1, 1] or [].
-      if (entry != nullptr && shape == std::vector<std::int64_t>{1} && entry->shape.size() <= 2 &&
-          std::all_of(entry->shape.begin(), entry->shape.end(), [](std::int64_t d) { return d == 1; }))
-        shape = entry->shape;
-      const auto found = require_tensor(reader.source_, linear.module + std::string(suffix), shape, dtypes);
-      if (found.ok()) return *found;
-      status = {found.status().code(),
-                fmt::format("{} (as {} asks for)", found.status().message(), group.where)};
-      return nullptr;
-    }
-
-    void refuse(std::string_view suffix, std::string_view why, Code code = Code::bad_file) {
-      const TensorEntry* entry = reader.entry(linear, suffix);
-      if (status.ok() && entry != nullptr)
-        status = {code, fmt::format("{}: {}: {}", reader.source_.where(*entry), group.where, why)};
-    }
-  };
-
   Result<Parts> find(const Linear& linear) const {
     const Result<const Target*> target = find_target(linear);
     if (!target.ok()) return target.status();
     const Group& group = (*target)->group;
-    if (!(*target)->row.ok()) return (*target)->row.status();
+    const std::int64_t sizes[] = {linear.k, model_.moe.hidden, model_.moe.intermediate};
+    const Result<SchemeId> row = find_row(group, expert_sizes(sizes, linear, model_));
+    if (!row.ok()) return row.status();
 
     Parts parts;
-    parts.matrix.scheme = *(*target)->row;
+    parts.matrix.scheme = *row;
     parts.matrix.n = linear.n;
     parts.matrix.k = linear.k;
-    const Scheme& row = gatefold::scheme(parts.matrix.scheme);
-    const Operand& weight = row.weight;
+    const Scheme& scheme = gatefold::scheme(*row);
+    const Operand& weight = scheme.weight;
     parts.matrix.scale_format = weight.scale;
-    if (Status status = check_shape(parts.matrix.scheme, linear.n, linear.k); !status.ok())
+    if (Status status = check_shape(*row, linear.n, linear.k); !status.ok())
       return Status(Code::bad_file, fmt::format("{}: {}: {}", group.where, linear.module, status.message()));
 
-    Finder finder{*this, linear, group, {}};
-    finder.refuse(".weight_g_idx", "activation order by group is not supported", Code::unsupported);
+    const bool packed = entry(linear, ".weight_packed") != nullptr;
+    TensorFinder finder(source_, linear, group.where);
     finder.refuse(".input_zero_point", "input zero points are not supported", Code::unsupported);
+    if (!group.act_order) finder.refuse(".weight_g_idx", "actorder is not group");
     if (!weight.zero_point.stored()) finder.refuse(".weight_zero_point", "symmetric is true");
     if (!weight.tensor_scale.stored()) finder.refuse(".weight_global_scale", "strategy is not tensor_group");
-    if (entry(linear, ".weight_packed") != nullptr) finder.refuse(".weight", "there is a weight_packed too");
+    if (packed) finder.refuse(".weight", "there is a weight_packed too");
+    if (!group.format.empty() && packed != group.packed)
+      finder.fail(Code::bad_file, fmt::format("format is {}, but there is {} {}.weight_packed",
+                                              quote(group.format), packed ? "a" : "no", linear.module));
     if (!group.static_input) {
       finder.refuse(".input_scale", "there is no static input_activations");
       finder.refuse(".input_global_scale", "there is no static input_activations");
     }
-    find_values(row, finder, parts);
-    find_scales(row, finder, parts);
+    if (weight.value.is_integer())
+      find_integers(group, linear, packed, finder, parts);
+    else
+      find_floats(scheme, linear, finder, parts);
+    if (parts.scales != nullptr && is_wide(weight.scale))
+      parts.matrix.scale_format = wide_format(parts.scales->dtype);
     if (group.static_input)
-      parts.input_scale = finder.require(input_suffix(row.activation), {1}, wide_dtypes);
-    if (!finder.status.ok()) return finder.status;
+      parts.input_scale = finder.require(input_suffix(scheme.activation), {1}, kWideDtypes);
+    if (!finder.status().ok()) return finder.status();
     return parts;
   }
 
-  static void find_values(const Scheme& row, Finder& finder, Parts& parts) {
-    const std::int64_t n = parts.matrix.n, k = parts.matrix.k;
-    const Format value = row.weight.value;
-    const bool packed = finder.reader.entry(finder.linear, ".weight_packed") != nullptr;
-    parts.packing = packing(row);
-    // Integers come packed or not, whatever the activations are.
-    if (value.is_integer()) parts.packing = packed ? Packing::words : Packing::plain;
-    switch (parts.packing) {
-      case Packing::plain: {
-        const DType stored[] = {dtype(value)};
-        parts.one_per_byte = value.bits == 4;
-        parts.values = finder.require(".weight", {n, k}, stored);
-        break;
-      }
-      case Packing::bytes: {
-        constexpr DType stored[] = {DType::u8};
-        parts.values = finder.require(".weight_packed", {n, k / 2}, stored);
-        break;
-      }
-      case Packing::words: {
-        constexpr DType stored[] = {DType::i32}, sizes[] = {DType::i64, DType::i32};
-        parts.values = finder.require(".weight_packed", {n, words(k, value.bits)}, stored);
-        parts.shape = finder.require(".weight_shape", {2}, sizes);
-        break;
-      }
-    }
-  }
-
-  static void find_scales(const Scheme& row, Finder& finder, Parts& parts) {
-    constexpr DType exponents[] = {DType::u8, DType::f8_e8m0}, e4m3[] = {DType::f8_e4m3},
-                    one_f32[] = {DType::f32};
-    constexpr DType i32[] = {DType::i32};
-    const Operand& weight = row.weight;
-    const std::vector<std::int64_t> shape = scale_shape(parts.matrix);
-    std::span<const DType> dtypes = wide_dtypes;
-    if (weight.scale == formats::ue8m0) dtypes = exponents;
-    if (weight.scale == formats::ue4m3) dtypes = e4m3;
-    parts.scales = finder.require(".weight_scale", shape, dtypes);
-    if (parts.scales != nullptr && is_wide(weight.scale))
-      for (const Format format : {formats::f32, formats::bf16, formats::f16})
-        if (dtype(format) == parts.scales->dtype) parts.matrix.scale_format = format;
-    if (weight.zero_point.stored()) {
-      if (parts.packing != Packing::words)
-        finder.refuse(".weight_zero_point", "zero points of an unpacked weight are not supported",
-                      Code::unsupported);
-      parts.zeros = finder.require(".weight_zero_point", {words(shape[0], 4), shape[1]}, i32);
-    }
+  static void find_floats(const Scheme& scheme, const Linear& linear, TensorFinder& finder, Parts& parts) {
+    constexpr DType bytes[] = {DType::u8}, one_f32[] = {DType::f32};
+    const Operand& weight = scheme.weight;
+    const DType plain[] = {dtype(weight.value)};
+    parts.packing = packing(scheme);
+    parts.values = parts.packing == Packing::bytes
+                       ? finder.require(".weight_packed", {linear.n, linear.k / 2}, bytes)
+                       : finder.require(".weight", {linear.n, linear.k}, plain);
+    std::span<const DType> dtypes = kWideDtypes;
+    if (weight.scale == formats::ue8m0) dtypes = kExponents;
+    if (weight.scale == formats::ue4m3) dtypes = kE4m3;
+    parts.scales = finder.require(".weight_scale", scale_shape(parts.matrix), dtypes);
     if (weight.tensor_scale.stored())
       parts.tensor_scale = finder.require(".weight_global_scale", {1}, one_f32);
   }
 
+  /// Integers come packed or not, whatever the activations are.
+  static void find_integers(const Group& group, const Linear& linear, bool packed, TensorFinder& finder,
+                            Parts& parts) {
+    constexpr DType bytes[] = {DType::i8}, sizes[] = {DType::i64, DType::i32};
+    const Operand& row = gatefold::scheme(parts.matrix.scheme).weight;
+    parts.format = integer_format(group);
+    parts.packing = packed ? Packing::words : Packing::plain;
+    const std::int64_t n = linear.n, k = linear.k, groups = parts.format.groups(k);
+    const int bits = parts.format.bits;
+    if (parts.format.group != 0 && k % parts.format.group != 0)
+      finder.fail(Code::bad_file,
+                  fmt::format("k = {} is not a multiple of group_size {}", k, parts.format.group));
+    if (packed) {
+      parts.values =
+          finder.require(".weight_packed", {n, words_of(finder, ".weight_packed", 1, k, bits)}, kI32);
+      parts.shape = finder.require(".weight_shape", {2}, sizes);
+    } else {
+      parts.values = finder.require(".weight", {n, k}, bytes);
+    }
+    const bool one_scale = group.weight.group == operands::per_tensor;
+    parts.scales = finder.require(
+        ".weight_scale", one_scale ? std::vector<std::int64_t>{1} : std::vector<std::int64_t>{n, groups},
+        kWideDtypes);
+    if (!parts.format.symmetric)
+      parts.zeros = packed
+                        ? finder.require(".weight_zero_point",
+                                         {words_of(finder, ".weight_zero_point", 0, n, bits), groups}, kI32)
+                        : finder.require(".weight_zero_point", {n, groups}, bytes);
+    if (group.act_order) parts.groups = finder.require(".weight_g_idx", {k}, kI32);
+    parts.own_layout =
+        packed && row.value.bits == bits && row.group == group.weight.group && !group.act_order;
+  }
+
+  /// Words of `count` codes. Older writers leave the bits of a word unused that do not make a whole code.
+  static std::int64_t words_of(const TensorFinder& finder, std::string_view suffix, std::size_t dimension,
+                               std::int64_t count, int bits) {
+    const TensorEntry* entry = finder.find(suffix);
+    const std::int64_t older = (count + 32 / bits - 1) / (32 / bits);
+    const bool is_older = entry != nullptr && entry->shape.size() == 2 && entry->shape[dimension] == older;
+    return is_older ? older : words(count, bits);
+  }
+
   Status load(Parts& parts) const {
     QuantizedMatrix& matrix = parts.matrix;
-    const Operand& weight = gatefold::scheme(matrix.scheme).weight;
-    const QuantizedLayout layout = matrix.layout();
+    const Scheme& scheme = gatefold::scheme(matrix.scheme);
     if (parts.shape != nullptr)
       if (Status status = check_stored_shape(*parts.shape, matrix); !status.ok()) return status;
-    if (Status status = load_values(parts, layout); !status.ok()) return status;
-
-    const TensorView scales = source_.view(*parts.scales);
-    matrix.scales.assign(scales.data, scales.data + scales.bytes);
-    if (weight.scale == formats::ue4m3)
-      for (std::size_t i = 0; i < matrix.scales.size(); ++i)
-        if ((matrix.scales[i] & std::byte{0x80}) != std::byte{0})
-          return {Code::bad_file, fmt::format("{}: scale {} is negative", source_.where(*parts.scales), i)};
-    if (parts.zeros != nullptr) {
-      const TensorView zeros = source_.view(*parts.zeros);
-      matrix.zero_points = unpack_zeros(matrix, {zeros.data, zeros.bytes});
+    if (scheme.weight.scale == formats::ue4m3)
+      if (Status status = check_unsigned(source_, *parts.scales); !status.ok()) return status;
+    if (scheme.weight.value.is_integer() && !parts.own_layout) {
+      Result<QuantizedMatrix> loaded = load_integers(parts);
+      if (!loaded.ok()) return loaded.status();
+      matrix = std::move(*loaded);
+    } else {
+      const TensorView values = source_.view(*parts.values);
+      matrix.values = unpack_values(matrix, parts.packing, {values.data, values.bytes});
+      matrix.scales = read_bytes(source_, *parts.scales);
+      if (parts.zeros != nullptr) {
+        const TensorView zeros = source_.view(*parts.zeros);
+        matrix.zero_points = unpack_zeros(matrix, {zeros.data, zeros.bytes});
+      }
     }
     if (parts.tensor_scale != nullptr) {
-      const Result<float> value = single(*parts.tensor_scale);
+      const Result<float> value = read_single(source_, *parts.tensor_scale);
       if (!value.ok()) return value.status();
       matrix.tensor_scale = {*value, true};
     }
     if (parts.input_scale != nullptr) {
-      const Result<float> value = single(*parts.input_scale);
+      const Result<float> value = read_single(source_, *parts.input_scale);
       if (!value.ok()) return value.status();
-      matrix.input_scale = {*value, gatefold::scheme(matrix.scheme).activation.tensor_scale.stored()};
+      matrix.input_scale = {*value, scheme.activation.tensor_scale.stored()};
     }
     return {};
   }
 
-  Status load_values(Parts& parts, const QuantizedLayout& layout) const {
-    QuantizedMatrix& matrix = parts.matrix;
-    const TensorView view = source_.view(*parts.values);
-    const std::span<const std::byte> stored(view.data, view.bytes);
-    if (parts.one_per_byte) {
-      matrix.values.resize(layout.value_bytes);
-      for (std::size_t i = 0; i < stored.size(); ++i) {
-        const auto byte = std::to_integer<int>(stored[i]);
-        const int code = byte < 128 ? byte : byte - 256;
-        if (code < -8 || code > 7)
-          return {Code::bad_file,
-                  fmt::format("{}: {} at {} is not a 4-bit code", source_.where(*parts.values), code, i)};
-        matrix.values[i / 2] |= static_cast<std::byte>((code & 15) << (i % 2 * 4));
-      }
-    } else {
-      matrix.values = unpack_values(matrix, parts.packing, stored);
+  /// Integers that the row holds in another way.
+  Result<QuantizedMatrix> load_integers(const Parts& parts) const {
+    const std::int64_t n = parts.matrix.n, k = parts.matrix.k, groups = parts.format.groups(k);
+    const int bits = parts.format.bits;
+    IntegerSource from;
+    from.format = parts.format;
+    from.scale_format = parts.matrix.scale_format;
+    from.scales = read_bytes(source_, *parts.scales);
+    while (from.scales.size() < static_cast<std::size_t>(n * groups * from.scale_format.bits / 8))
+      from.scales.insert(from.scales.end(), from.scales.begin(),
+                         from.scales.begin() + from.scale_format.bits / 8);
+    if (parts.groups != nullptr) from.group_of = read_i32(source_, *parts.groups);
+    const std::byte* values = source_.view(*parts.values).data;
+    const std::byte* zeros = parts.zeros == nullptr ? nullptr : source_.view(*parts.zeros).data;
+    if (parts.packing == Packing::plain) {
+      if (Status status = check_codes(*parts.values, bits); !status.ok()) return status;
+      if (zeros != nullptr)
+        if (Status status = check_codes(*parts.zeros, bits); !status.ok()) return status;
+    }
+    // Code i of `count`, in words or bytes that are `stride` apart.
+    const auto code = [&](const std::byte* data, std::int64_t stride, std::int64_t i, std::int64_t count,
+                          std::int64_t stored) {
+      if (parts.packing == Packing::plain)
+        return std::to_integer<std::uint32_t>(data[i * stride]) + parts.format.middle();
+      if (stored == words(count, bits)) return dense_code(data, stride, bits, i);
+      const std::int64_t each = 32 / bits;
+      return dense_code(data + i / each * stride * 4, 1, bits, i % each);
+    };
+    if (zeros != nullptr) {
+      from.zeros.resize(static_cast<std::size_t>(n * groups));
+      const std::int64_t size = parts.packing == Packing::plain ? 1 : 4;
+      for (std::int64_t r = 0; r < n; ++r)
+        for (std::int64_t g = 0; g < groups; ++g)
+          from.zeros[static_cast<std::size_t>(r * groups + g)] =
+              static_cast<std::uint8_t>(code(zeros + g * size, groups, r, n, parts.zeros->shape[0]));
+    }
+    const std::int64_t row = static_cast<std::int64_t>(source_.view(*parts.values).bytes) / n;
+    from.rows = [&](std::int64_t first, std::int64_t count, std::uint8_t* codes) {
+      for (std::int64_t r = 0; r < count; ++r)
+        for (std::int64_t i = 0; i < k; ++i)
+          codes[r * k + i] =
+              static_cast<std::uint8_t>(code(values + (first + r) * row, 1, i, k, parts.values->shape[1]));
+    };
+    Result<QuantizedMatrix> matrix = integer_matrix(parts.matrix.scheme, n, k, from);
+    if (matrix.ok()) return matrix;
+    return Status(matrix.status().code(),
+                  source_.where(parts.groups == nullptr ? *parts.values : *parts.groups) + ": " +
+                      matrix.status().message());
+  }
+
+  /// Codes of fewer bits that have a byte each.
+  Status check_codes(const TensorEntry& entry, int bits) const {
+    const TensorView view = source_.view(entry);
+    const int limit = 1 << (bits - 1);
+    for (std::size_t i = 0; i < view.bytes; ++i) {
+      const auto byte = std::to_integer<int>(view.data[i]);
+      const int code = byte < 128 ? byte : byte - 256;
+      if (code < -limit || code >= limit)
+        return {Code::bad_file,
+                fmt::format("{}: {} at {} is not a {}-bit code", source_.where(entry), code, i, bits)};
     }
     return {};
   }
 
-  Status check_stored_shape(const TensorEntry& entry, const QuantizedMatrix& matrix) const {
+  std::array<std::int64_t, 2> stored_shape(const TensorEntry& entry) const {
     const std::byte* data = source_.view(entry).data;
-    std::int64_t shape[2];
-    for (int i = 0; i < 2; ++i) {
+    std::array<std::int64_t, 2> shape{};
+    for (std::size_t i = 0; i < 2; ++i) {
       std::int32_t narrow = 0;
       if (entry.dtype == DType::i64)
         std::memcpy(&shape[i], data + i * 8, 8);
       else
         std::memcpy(&narrow, data + i * 4, 4), shape[i] = narrow;
     }
+    return shape;
+  }
+
+  Status check_stored_shape(const TensorEntry& entry, const QuantizedMatrix& matrix) const {
+    const auto shape = stored_shape(entry);
     if (shape[0] == matrix.n && shape[1] == matrix.k) return {};
     return {Code::bad_file, fmt::format("{}: holds {}, the model's config asks for {}", source_.where(entry),
                                         format_shape(shape), format_shape({{matrix.n, matrix.k}}))};
-  }
-
-  Result<float> single(const TensorEntry& entry) const {
-    float value = 0;
-    for (const Format format : {formats::f32, formats::bf16, formats::f16})
-      if (dtype(format) == entry.dtype) load_scales(format, source_.view(entry).data, 0, 1, &value);
-    if (std::isfinite(value) && value > 0) return value;
-    return Status(Code::bad_file,
-                  fmt::format("{}: {} is not a positive number", source_.where(entry), value));
   }
 
   const Source& source_;
@@ -352,13 +420,8 @@ class Reader final : public LinearReader {
   std::string config_;
   std::vector<Target> groups_;
   NameList ignore_;
+  bool by_package_ = false;  ///< written by the package itself, which says its version; we do not
 };
-
-bool recognises(const nlohmann::json& quantization) {
-  if (!quantization.is_object()) return false;
-  const auto method = quantization.find("quant_method");
-  return method != quantization.end() && *method == "compressed-tensors";
-}
 
 Result<std::unique_ptr<LinearReader>> open(const Source& source, const nlohmann::json& quantization,
                                            const ModelConfig& model, const std::string& config) {
@@ -369,6 +432,9 @@ Result<std::unique_ptr<LinearReader>> open(const Source& source, const nlohmann:
 
 }  // namespace
 
-const Convention convention{"compressed-tensors", recognises, open};
+const Convention convention{
+    "compressed-tensors",
+    [](const nlohmann::json& quantization) { return has_method(quantization, {"compressed-tensors"}); },
+    open};
 
 }  // namespace gatefold::compressed_tensors

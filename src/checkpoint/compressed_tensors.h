@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "checkpoint/convention.h"
+#include "checkpoint/integer_matrix.h"
 #include "gatefold/quantize.h"
 
 namespace gatefold::compressed_tensors {
@@ -45,16 +46,23 @@ bool needs_extension(const Scheme& scheme);
 struct Group {
   std::string where;  ///< "/models/x/config.json: config_groups.group_0", to begin a message with
   std::vector<std::string> targets;
+  std::string format;          ///< "pack-quantized"; empty: not said
+  bool packed = false;         ///< the format has a weight_packed
   Operand weight, activation;  ///< a scale that may be of any wide float type counts as f32
   bool static_input = false;   ///< input_activations.dynamic is false or "local"
+  bool act_order = false;      ///< weights.actorder is "group": there is a weight_g_idx
   Status unsupported;          ///< well-formed, but of a kind that no operand describes
 };
 
 /// Errors: not of the form that compressed-tensors writes.
 Result<std::vector<Group>> parse_groups(const nlohmann::json& quantization, const std::string& config);
 
-/// The row of the table with these operands, whatever wide float type the weight's scales have.
-Result<SchemeId> find_row(const Group& group);
+/// The row of the table with these operands, whatever wide float type the weight's scales have. Integers may
+/// go into a row that holds them in another way (integer_row); `k` is of all matrices that share it.
+Result<SchemeId> find_row(const Group& group, std::span<const std::int64_t> k);
+
+/// Of a group whose weights are integers. One scale for the matrix counts as one for each row.
+IntegerFormat integer_format(const Group& group);
 
 /// Of a scale: f32, bf16 or f16, as the writer likes.
 constexpr bool is_wide(Format format) {

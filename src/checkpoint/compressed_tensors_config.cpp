@@ -173,13 +173,29 @@ Group parse_group(const json& value, const std::string& global_format, const std
     if (!target.is_string()) refuse(Code::bad_file, where, fmt::format(".targets has {}", show_json(target)));
     group.targets.push_back(target.get<std::string>());
   }
-  std::string format = text(value, "format", where);
-  if (format.empty()) format = global_format;
+  group.format = text(value, "format", where);
+  if (group.format.empty() && global_format != "mixed-precision") group.format = global_format;
+  const std::string& format = group.format;
   const json& weights = member(value, "weights");
   const json& input = member(value, "input_activations");
   try {
     if (weights.is_null()) refuse(Code::unsupported, where, ".weights is null");
+    group.packed = format.find("pack-quantized") != std::string::npos;
+    constexpr std::string_view known[] = {"",
+                                          "pack-quantized",
+                                          "int-quantized",
+                                          "float-quantized",
+                                          "naive-quantized",
+                                          "nvfp4-pack-quantized",
+                                          "mxfp4-pack-quantized",
+                                          "mxfp8-quantized"};
+    if (std::find(std::begin(known), std::end(known), format) == std::end(known))
+      refuse(Code::unsupported, where, fmt::format(".format = {} is not supported", quote(format)));
     group.weight = from_args(weights, format, where + ".weights");
+    if (const json& order = member(weights, "actorder"); order.is_boolean())
+      group.act_order = order.get<bool>();
+    else
+      group.act_order = order == "group" || order == "dynamic";
     if (!input.is_null()) {
       group.activation = from_args(input, format, where + ".input_activations");
       const json& dynamic = member(input, "dynamic");
@@ -263,12 +279,28 @@ Result<std::vector<Group>> parse_groups(const json& quantization, const std::str
   }
 }
 
-Result<SchemeId> find_row(const Group& group) {
+IntegerFormat integer_format(const Group& group) {
+  return {.bits = group.weight.value.bits,
+          .symmetric = !group.weight.zero_point.stored(),
+          .group = group.weight.group.k};
+}
+
+Result<SchemeId> find_row(const Group& group, std::span<const std::int64_t> k) {
   if (!group.unsupported.ok()) return group.unsupported;
   for (std::size_t i = 0; i < all_schemes().size(); ++i) {
     const Scheme& row = all_schemes()[i];
-    if (widened(row.weight) == widened(group.weight) && widened(row.activation) == widened(group.activation))
+    const auto fits = [&](std::int64_t size) {
+      return row.weight.group.n != 1 || row.weight.group.k == 0 || size % row.weight.group.k == 0;
+    };
+    if (widened(row.weight) == widened(group.weight) &&
+        widened(row.activation) == widened(group.activation) &&
+        (!row.weight.value.is_integer() || std::all_of(k.begin(), k.end(), fits)))
       return static_cast<SchemeId>(i);
+  }
+  const Operand& weight = group.weight;
+  if (weight.value.is_integer() && is_wide(weight.scale) && weight.group.n <= 1) {
+    auto row = integer_row(integer_format(group), widened(group.activation), k);
+    if (row.ok()) return row;
   }
   return Status(Code::unsupported, fmt::format("{}: no scheme has {} weights with {} activations",
                                                group.where, words(group.weight), words(group.activation)));

@@ -152,7 +152,8 @@ Result<ParsedConfig> parse_config(std::string_view text, const std::string& file
   config.layers = fields.integer({"num_hidden_layers"}, {1, max_layers});
   config.hidden = fields.integer({"hidden_size"}, {1, max_size});
   config.vocab = fields.integer({"vocab_size"}, {1, max_size});
-  config.dense_intermediate = fields.integer({"intermediate_size"}, {1, max_size});
+  if (parsed.family->has_dense)
+    config.dense_intermediate = fields.integer({"intermediate_size"}, {1, max_size});
   config.max_positions = fields.integer({"max_position_embeddings"}, {1, max_size});
   config.rms_eps = fields.real({"rms_norm_eps"}, {0, 1}, config.rms_eps);
   config.tie_embeddings = fields.boolean({"tie_word_embeddings"}, false);
@@ -161,7 +162,7 @@ Result<ParsedConfig> parse_config(std::string_view text, const std::string& file
   config.rope = read_rope(fields, config);
 
   config.moe.hidden = config.hidden;
-  config.moe.top_k = fields.integer({"num_experts_per_tok"}, {1, max_experts});
+  config.moe.top_k = fields.integer({"num_experts_per_tok", "experts_per_token"}, {1, max_experts});
   config.moe.activation = read_activation(fields);
   config.is_moe.assign(static_cast<std::size_t>(config.layers), false);
   parsed.family->read(fields, config);

@@ -7,12 +7,19 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/compressed_tensors.h"
+#include "checkpoint/conventions.h"
 #include "checkpoint/json.h"
 
 namespace gatefold {
 namespace {
 
-constexpr const Convention* conventions[] = {&compressed_tensors::convention, &unquantized::convention};
+constexpr const Convention* conventions[] = {&compressed_tensors::convention,
+                                             &gptq_convention,
+                                             &awq_convention,
+                                             &fp8_convention,
+                                             &modelopt_convention,
+                                             &mxfp4_convention,
+                                             &unquantized::convention};
 
 std::string join_names(std::span<const DType> dtypes) {
   std::string list;
@@ -49,6 +56,20 @@ Result<const TensorEntry*> require_tensor(const Source& source, const std::strin
     return Status{Code::bad_file, fmt::format("{}: dtype {}, but {} is expected", source.where(*entry),
                                               gatefold::name(entry->dtype), join_names(dtypes))};
   return entry;
+}
+
+bool has_method(const nlohmann::json& quantization, std::initializer_list<std::string_view> methods) {
+  if (!quantization.is_object()) return false;
+  const auto method = quantization.find("quant_method");
+  return method != quantization.end() && method->is_string() &&
+         std::find(methods.begin(), methods.end(), method->get<std::string>()) != methods.end();
+}
+
+std::span<const std::int64_t> expert_sizes(std::span<const std::int64_t> sizes, const Linear& linear,
+                                           const ModelConfig& model) {
+  const bool gate = linear.n == model.moe.intermediate && linear.k == model.moe.hidden;
+  const bool down = linear.n == model.moe.hidden && linear.k == model.moe.intermediate;
+  return gate || down ? sizes : sizes.first(1);
 }
 
 std::string format_shape(std::span<const std::int64_t> shape) {

@@ -20,11 +20,13 @@
 namespace gatefold {
 
 /// The matrix is a part of a tensor [experts, rows, k] (or of what a convention makes of it): rows
-/// first_row, first_row + row_step, ... of `expert`.
+/// first_row, first_row + row_step, ... of `expert`. Some families store it transposed, [experts, k, rows],
+/// as long as it is not quantized.
 struct FusedSlice {
   std::int64_t experts = 0, rows = 0;
   std::int64_t expert = 0;
   std::int64_t first_row = 0, row_step = 1;
+  bool transposed = false;
 };
 
 /// Where one logical weight [n, k] is stored.
@@ -52,8 +54,24 @@ class LinearReader {
   /// open.
   virtual Result<SchemeId> scheme(const Linear& linear) const = 0;
 
-  /// Its matrix, after the same checks. A view if it is stored unquantized.
+  /// Its matrix, after the same checks, and those of the data. A view if it is stored unquantized.
   virtual Result<ExpertMatrix> read(const Linear& linear) const = 0;
+
+  /// QuantizedMatrix::input_order of read(), without the rest.
+  virtual Result<std::vector<std::int32_t>> input_order(const Linear&) const {
+    return std::vector<std::int32_t>();
+  }
+
+  /// What the tensors of a module look like if they store a quantized layer; nothing otherwise. For listings,
+  /// and for layers whose size no config states.
+  struct Quantized {
+    std::int64_t n = 0, k = 0;
+    std::string stored_as;  ///< "gptq v1, 4 bits"
+  };
+  virtual std::optional<Quantized> quantized(const std::string& module) const = 0;
+
+  /// How the software that made the checkpoint finds the scales of activations.
+  virtual ScaleRule activation_rule() const { return ScaleRule::standard; }
 };
 
 struct Convention {
@@ -75,7 +93,7 @@ Result<const Convention*> find_convention(const nlohmann::json& quantization, co
 /// An unquantized linear layer: one tensor, f32, f16 or bf16. Conventions use these for the layers that a
 /// checkpoint leaves unquantized. f32 is stored in no scheme: it counts as that of `model`'s 16-bit type.
 Result<SchemeId> unquantized_scheme(const Source& source, const Linear& linear, const ModelConfig& model);
-Result<MatrixView> unquantized_matrix(const Source& source, const Linear& linear);
+Result<ExpertMatrix> read_unquantized(const Source& source, const Linear& linear);
 
 /// The tensor `linear.module + suffix`, which must have this shape and one of these dtypes (empty: any).
 /// Errors: no such tensor; file, tensor, what it is and what it should be.

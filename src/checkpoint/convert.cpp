@@ -2,13 +2,13 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "checkpoint/companions.h"
 #include "checkpoint/compressed_tensors.h"
 #include "checkpoint/families.h"
 #include "checkpoint/safetensors_writer.h"
@@ -267,33 +267,6 @@ std::string Converter::config() const {
     config["quantization_config"] = compressed_tensors::config(row, {ignore.begin(), ignore.end()});
   }
   return config.dump(2) + "\n";
-}
-
-/// What a model needs beside its weights: tokenizer, generation settings, code, licence.
-bool is_companion(const fs::path& path) {
-  constexpr std::array<std::string_view, 6> extensions = {".json",  ".jsonl", ".model",
-                                                          ".jinja", ".py",    ".tiktoken"};
-  constexpr std::array<std::string_view, 6> names = {"merges.txt", "vocab.txt",   "README.md",
-                                                     "LICENSE",    "LICENSE.txt", "NOTICE"};
-  const std::string name = path.filename().string();
-  if (name == "config.json" || name.ends_with(".index.json") || name.starts_with('.')) return false;
-  return std::find(names.begin(), names.end(), name) != names.end() ||
-         std::find(extensions.begin(), extensions.end(), path.extension().string()) != extensions.end();
-}
-
-Status copy_companions(const fs::path& from, const fs::path& to) {
-  std::error_code error;
-  for (fs::directory_iterator at(from, error), end; !error && at != end; at.increment(error)) {
-    if (!is_companion(at->path()) || !at->is_regular_file(error)) continue;
-    const fs::path copy = to / at->path().filename();
-    fs::copy_file(at->path(), copy, error);
-    if (error)
-      return {Code::io_error,
-              fmt::format("{}: cannot copy to {}: {}", at->path().string(), copy.string(), error.message())};
-    if (Status status = sync_path(copy); !status.ok()) return status;
-  }
-  if (error) return {Code::io_error, fmt::format("{}: {}", from.string(), error.message())};
-  return {};
 }
 
 Status check_source(const Checkpoint& source) {

@@ -85,11 +85,94 @@ void read_deepseek_v3(Fields& fields, ModelConfig& config) {
                       fields.integer({"qk_rope_head_dim"}, {1, max_size / 2});
 }
 
+/// DeepSeek-V4: experts are scored by the square root of softplus; the first layers choose them by token.
+void read_deepseek_v4(Fields& fields, ModelConfig& config) {
+  MoeSpec& moe = config.moe;
+  moe.experts = fields.integer({"n_routed_experts"}, {1, max_experts});
+  moe.intermediate = fields.integer({"moe_intermediate_size"}, {1, max_size});
+  const std::string score = fields.text({"scoring_func"}, "sqrtsoftplus");
+  if (score != "sqrtsoftplus")
+    fields.fail(fmt::format("scoring_func is {}; sqrtsoftplus is known", quote(score)), Code::unsupported);
+  moe.routing = {
+      .score = Score::sqrt_softplus,
+      .renormalize = fields.boolean({"norm_topk_prob"}, true),
+      .groups = 1,
+      .top_groups = 1,
+      .group_score = GroupScore::top2_sum,
+      .correction_bias = true,
+      .scaling_factor = static_cast<float>(fields.real({"routed_scaling_factor"}, {1e-6, 1e6}, 1.0)),
+      .epsilon = 1e-20f};
+  moe.activation.limit = static_cast<float>(fields.real({"swiglu_limit"}, {1e-6, 1e6}, 10.0));
+  const std::int64_t width =
+      std::int64_t{fields.integer({"n_shared_experts"}, {0, max_experts}, 0)} * moe.intermediate;
+  if (width > max_size)
+    fields.fail(fmt::format("n_shared_experts times moe_intermediate_size is more than {}", max_size));
+  else
+    moe.shared.intermediate = static_cast<int>(width);
+  config.is_moe.assign(config.is_moe.size(), true);
+}
+
+void read_gpt_oss(Fields& fields, ModelConfig& config) {
+  MoeSpec& moe = config.moe;
+  moe.experts = fields.integer({"num_local_experts", "num_experts"}, {1, max_experts});
+  moe.intermediate = config.dense_intermediate;
+  moe.routing.renormalize = true;  // softmax of the chosen logits is the same
+  const double limit = fields.real({"swiglu_limit"}, {1e-6, 1e6}, 7.0);
+  moe.activation = {
+      .kind = Activation::Kind::swiglu, .alpha = 1.702f, .beta = 1.0f, .limit = static_cast<float>(limit)};
+  moe.bias = true;
+  config.is_moe.assign(config.is_moe.size(), true);
+}
+
+constexpr std::string_view kProjections[3] = {"gate_proj", "up_proj", "down_proj"};
+
+constexpr Family family(std::string_view model_type, std::string_view shared,
+                        void (*read)(Fields& fields, ModelConfig& config)) {
+  return {.model_type = model_type,
+          .block = "mlp",
+          .projections = {kProjections[0], kProjections[1], kProjections[2]},
+          .shared = shared,
+          .router = "gate",
+          .correction_bias = "gate.e_score_correction_bias",
+          .interleaved = false,
+          .has_dense = true,
+          .read = read};
+}
+
+constexpr Family mixtral_family() {
+  Family mixtral = family("mixtral", "", read_mixtral);
+  mixtral.block = "block_sparse_moe";
+  mixtral.projections[0] = "w1", mixtral.projections[1] = "w3", mixtral.projections[2] = "w2";
+  return mixtral;
+}
+
+constexpr Family deepseek_v4_family() {
+  Family v4 = mixtral_family();
+  v4.model_type = "deepseek_v4";
+  v4.block = "ffn";
+  v4.shared = "shared_experts";
+  v4.correction_bias = "gate.bias";
+  v4.has_dense = false;
+  v4.read = read_deepseek_v4;
+  return v4;
+}
+
+constexpr Family gpt_oss_family() {
+  Family gpt_oss = family("gpt_oss", "", read_gpt_oss);
+  gpt_oss.router = "router";
+  gpt_oss.interleaved = true;
+  return gpt_oss;
+}
+
 constexpr Family table[] = {
-    {"qwen3_moe", "mlp", {"gate_proj", "up_proj", "down_proj"}, "", read_qwen3_moe},
-    {"qwen2_moe", "mlp", {"gate_proj", "up_proj", "down_proj"}, "shared_expert", read_qwen2_moe},
-    {"mixtral", "block_sparse_moe", {"w1", "w3", "w2"}, "", read_mixtral},
-    {"deepseek_v3", "mlp", {"gate_proj", "up_proj", "down_proj"}, "shared_experts", read_deepseek_v3},
+    family("qwen3_moe", "", read_qwen3_moe),
+    family("qwen2_moe", "shared_expert", read_qwen2_moe),
+    mixtral_family(),
+    family("deepseek_v3", "shared_experts", read_deepseek_v3),
+    family("kimi_k2", "shared_experts", read_deepseek_v3),
+    family("glm4_moe", "shared_experts", read_deepseek_v3),
+    deepseek_v4_family(),
+    gpt_oss_family(),
 };
 
 /// Removes `text` from the front.
@@ -125,6 +208,14 @@ std::string ModuleNames::block(int layer) const {
   return fmt::format("{}layers.{}.{}", prefix_, layer, family_->block);
 }
 
+std::string ModuleNames::router(int layer) const {
+  return fmt::format("{}.{}", block(layer), family_->router);
+}
+
+std::string ModuleNames::correction_bias(int layer) const {
+  return fmt::format("{}.{}", block(layer), family_->correction_bias);
+}
+
 Linear ModuleNames::expert(const MoeSpec& spec, int layer, int expert, Projection projection) const {
   const bool down = projection == Projection::down;
   return {.module = fmt::format("{}.experts.{}.{}", block(layer), expert,
@@ -141,9 +232,15 @@ Linear ModuleNames::fused_expert(const MoeSpec& spec, int layer, int expert, Pro
   linear.fused = {.experts = spec.experts,
                   .rows = down ? linear.n : 2 * linear.n,
                   .expert = expert,
-                  .first_row = projection == Projection::up ? linear.n : 0,
-                  .row_step = 1};
+                  .first_row = projection == Projection::up ? (family_->interleaved ? 1 : linear.n) : 0,
+                  .row_step = family_->interleaved && !down ? 2 : 1,
+                  .transposed = family_->interleaved};
   return linear;
+}
+
+std::string ModuleNames::fused_bias(int layer, Projection projection) const {
+  return fmt::format("{}.experts.{}_bias", block(layer),
+                     projection == Projection::down ? "down_proj" : "gate_up_proj");
 }
 
 Linear ModuleNames::shared_expert(const MoeSpec& spec, int layer, Projection projection) const {

@@ -17,12 +17,17 @@ namespace gatefold {
 /// To add a family: a row in families.cpp.
 struct Family {
   std::string_view model_type;
-  std::string_view block;           ///< the MoE block in a layer: "mlp"
-  std::string_view projections[3];  ///< in an expert, by Projection
-  std::string_view shared;          ///< the shared expert in the block; empty if the family has none
+  std::string_view block;            ///< the MoE block in a layer: "mlp"
+  std::string_view projections[3];   ///< in an expert, by Projection
+  std::string_view shared;           ///< the shared expert in the block; empty if the family has none
+  std::string_view router;           ///< in the block: "gate"
+  std::string_view correction_bias;  ///< in the block: what the selection of experts adds
+  /// Fused gate_up_proj: rows of gate and up take turns, and unquantized matrices are transposed (gpt-oss).
+  bool interleaved = false;
+  bool has_dense = true;  ///< the config has an intermediate_size, that of dense layers
   /// Reads what differs between families: experts, routing, shared expert, which layers are MoE, attention.
   /// Called with the common fields read.
-  void (*read)(Fields& fields, ModelConfig& config);
+  void (*read)(Fields& fields, ModelConfig& config) = nullptr;
 };
 
 std::span<const Family> families();
@@ -46,9 +51,14 @@ class ModuleNames {
 
   /// "model.layers.3.mlp"
   std::string block(int layer) const;
+  /// "model.layers.3.mlp.gate"
+  std::string router(int layer) const;
+  std::string correction_bias(int layer) const;
   Linear expert(const MoeSpec& spec, int layer, int expert, Projection projection) const;
   Linear fused_expert(const MoeSpec& spec, int layer, int expert, Projection projection) const;
   Linear shared_expert(const MoeSpec& spec, int layer, Projection projection) const;
+  /// The tensor of a fused projection's biases.
+  std::string fused_bias(int layer, Projection projection) const;
 
   /// Nothing if `name` is no tensor of a routed expert.
   std::optional<ExpertTensor> parse(std::string_view name) const;

@@ -1,10 +1,13 @@
-// Unquantized linear layers: "<module>.weight" [n, k], or fused "<module>" [experts, rows, k].
+// Unquantized linear layers: "<module>.weight" [n, k], or fused "<module>" [experts, rows, k] or its
+// transpose.
 
 #include <fmt/format.h>
 
+#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/convention.h"
+#include "format/matrix.h"
 
 namespace gatefold {
 namespace {
@@ -18,7 +21,9 @@ Result<const TensorEntry*> find_weight(const Source& source, const Linear& linea
     const std::int64_t shape[] = {linear.n, linear.k};
     return require_tensor(source, linear.module + ".weight", shape, dtypes);
   }
-  const std::int64_t shape[] = {linear.fused->experts, linear.fused->rows, linear.k};
+  const FusedSlice& slice = *linear.fused;
+  const std::int64_t shape[] = {slice.experts, slice.transposed ? linear.k : slice.rows,
+                                slice.transposed ? slice.rows : linear.k};
   return require_tensor(source, linear.module, shape, dtypes);
 }
 
@@ -39,11 +44,9 @@ class UnquantizedReader final : public LinearReader {
                   fmt::format("{} ({} has no quantization_config)", scheme.status().message(), config_)};
   }
 
-  Result<ExpertMatrix> read(const Linear& linear) const override {
-    auto matrix = unquantized_matrix(source_, linear);
-    if (!matrix) return matrix.status();
-    return ExpertMatrix(*matrix);
-  }
+  Result<ExpertMatrix> read(const Linear& linear) const override { return read_unquantized(source_, linear); }
+
+  std::optional<Quantized> quantized(const std::string&) const override { return std::nullopt; }
 
  private:
   const Source& source_;
@@ -71,16 +74,31 @@ Result<SchemeId> unquantized_scheme(const Source& source, const Linear& linear, 
   return (*entry)->dtype == DType::f16 ? SchemeId::f16 : SchemeId::bf16;
 }
 
-Result<MatrixView> unquantized_matrix(const Source& source, const Linear& linear) {
+Result<ExpertMatrix> read_unquantized(const Source& source, const Linear& linear) {
   auto entry = find_weight(source, linear);
   if (!entry) return entry.status();
   const TensorView tensor = source.view(**entry);
-  if (!linear.fused) return MatrixView{tensor.data, tensor.dtype, linear.n, linear.k};
+  if (!linear.fused) return ExpertMatrix(MatrixView{tensor.data, tensor.dtype, linear.n, linear.k});
   const FusedSlice& slice = *linear.fused;
-  if (slice.row_step != 1)
-    return Status{Code::unsupported, source.where(**entry) + ": unquantized, with interleaved rows"};
-  const std::int64_t row = slice.expert * slice.rows + slice.first_row;
-  return MatrixView{tensor.data + row * linear.k * bits(tensor.dtype) / 8, tensor.dtype, linear.n, linear.k};
+  const std::int64_t size = bits(tensor.dtype) / 8;
+  const std::byte* expert = tensor.data + slice.expert * slice.rows * linear.k * size;
+  if (slice.row_step == 1 && !slice.transposed)
+    return ExpertMatrix(
+        MatrixView{expert + slice.first_row * linear.k * size, tensor.dtype, linear.n, linear.k});
+
+  // Rows that lie apart are copied.
+  if (tensor.dtype == DType::f32)
+    return Status{Code::unsupported, source.where(**entry) + ": F32, and its rows lie apart"};
+  QuantizedMatrix matrix =
+      make_matrix(tensor.dtype == DType::f16 ? SchemeId::f16 : SchemeId::bf16, linear.n, linear.k);
+  const std::int64_t row_step = slice.transposed ? 1 : linear.k,
+                     column_step = slice.transposed ? slice.rows : 1;
+  for (std::int64_t n = 0; n < linear.n; ++n)
+    for (std::int64_t k = 0; k < linear.k; ++k)
+      std::memcpy(matrix.values.data() + (n * linear.k + k) * size,
+                  expert + ((slice.first_row + n * slice.row_step) * row_step + k * column_step) * size,
+                  static_cast<std::size_t>(size));
+  return ExpertMatrix(std::move(matrix));
 }
 
 }  // namespace gatefold

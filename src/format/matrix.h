@@ -23,6 +23,19 @@ inline QuantizedMatrix make_matrix(SchemeId id, std::int64_t n, std::int64_t k) 
   return matrix;
 }
 
+/// Row j becomes what was row order[j]. Of schemes with scales of their own for each row.
+inline void permute_rows(QuantizedMatrix& matrix, const std::vector<std::int32_t>& order) {
+  const auto permute = [&](std::vector<std::byte>& part) {
+    const std::size_t row = part.size() / order.size();
+    const std::vector<std::byte> from = part;
+    for (std::size_t j = 0; j < order.size(); ++j)
+      std::memcpy(part.data() + j * row, from.data() + static_cast<std::size_t>(order[j]) * row, row);
+  };
+  permute(matrix.values);
+  permute(matrix.scales);
+  permute(matrix.zero_points);
+}
+
 inline void store_scales(QuantizedMatrix& matrix, std::int64_t at, const float* scales, std::size_t count) {
   with_format(matrix.scale_format, [&]<Format F>() {
     std::byte* out = matrix.scales.data() + at * (F.bits / 8);

@@ -3,6 +3,8 @@
 /// From the range of a group of numbers to its scale: the round-to-nearest rules of quantize.h, once, for
 /// weights and activations, quantizer and reference, host and device (constexpr for the latter's sake).
 
+#include <bit>
+#include <cstdint>
 #include <limits>
 
 #include "gatefold/codec.h"
@@ -75,6 +77,10 @@ GATEFOLD_HD constexpr float tensor_scale(const Operand& o, float amax) {
 
 /// The scale of a group of a two-level operand, before it is rounded to the operand's scale format.
 GATEFOLD_HD constexpr float block_scale(const Operand& o, float amax, const TensorScale& two_level) {
+  if (o.rule == ScaleRule::modelopt && !two_level.divides) {
+    const float scale = amax / (static_cast<float>(o.value.max()) * two_level.value);
+    return scale > 0x1p-9f ? scale : 0x1p-9f;
+  }
   const float block = over_limit(amax, static_cast<float>(o.value.max()));
   return two_level.divides ? block * two_level.value : block / two_level.value;
 }
@@ -91,12 +97,16 @@ GATEFOLD_HD constexpr GroupScale group_scale(const Operand& o, GroupRange range,
     return {round_to<S>(block_scale(o, amax, two_level)), 0};
   } else if constexpr (S == formats::ue8m0) {
     if (amax == 0) return {};
-    const int exponent = floor_log2(amax) - o.value.max_exponent();
+    // compressed-tensors rounds amax to the mantissa bits of e2m1, whatever the values are.
+    const bool up = o.rule == ScaleRule::compressed_tensors &&
+                    (std::bit_cast<std::uint32_t>(amax) & 0x7fffff) >= 0x600000;
+    const int exponent = floor_log2(amax) + (up ? 1 : 0) - o.value.max_exponent();
     return {exponent < -126 ? 0x1p-127f : detail::power_of_two(exponent), 0};
   } else {
     if (amax == 0) return {};
     if (!o.zero_point.stored()) {
-      const float scale = round_to<S>(over_limit(amax, limit));
+      const bool half_range = o.rule == ScaleRule::compressed_tensors && o.value.is_integer();
+      const float scale = round_to<S>(half_range ? amax / (limit + 0.5f) : over_limit(amax, limit));
       return scale == 0 ? GroupScale{} : GroupScale{scale, 0};
     }
     const float width = range.high - range.low;

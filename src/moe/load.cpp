@@ -1,5 +1,8 @@
 #include <fmt/format.h>
 
+#include <algorithm>
+
+#include "format/matrix.h"
 #include "format/row_kernels.h"
 #include "gatefold/checkpoint.h"
 #include "gatefold/moe.h"
@@ -34,6 +37,7 @@ Status read_optional(const Checkpoint& checkpoint, const TensorEntry* entry, std
 Result<LayerVectors> read_vectors(const Checkpoint& checkpoint, const MoeSpec& spec, int layer) {
   LayerVectors vectors;
   const auto experts = static_cast<std::size_t>(spec.experts), hidden = static_cast<std::size_t>(spec.hidden);
+  if (checkpoint.chooses_by_token(layer)) return vectors;
   Result<TensorView> router = checkpoint.router(layer);
   if (!router) return router.status();
   vectors.router.resize(experts * hidden);
@@ -63,47 +67,158 @@ Status with_place(const Status& status, int layer, int expert, Projection projec
           fmt::format("layer {}, expert {}, {}_proj: {}", layer, expert, name(projection), status.message())};
 }
 
+/// A matrix of the checkpoint in the scheme: as it is stored, or quantized now.
+Result<QuantizedMatrix> to_scheme(Result<ExpertMatrix> matrix, SchemeId id, const QuantizeOptions& options) {
+  if (!matrix) return matrix.status();
+  if (const auto* view = std::get_if<MatrixView>(&*matrix)) return quantize(id, *view, options);
+  auto& stored = std::get<QuantizedMatrix>(*matrix);
+  const Operand& weight = scheme(stored.scheme).weight;
+  // The same weights under other activations are another scheme of the same matrix.
+  if (weight == scheme(id).weight) {
+    stored.scheme = id;
+    return std::move(stored);
+  }
+  if (!weight.quantized())  // a copy of an unquantized one
+    return quantize(
+        id,
+        {stored.values.data(), weight.value == formats::f16 ? DType::f16 : DType::bf16, stored.n, stored.k},
+        options);
+  return Status(Code::unsupported, fmt::format("is stored as {}, which cannot be turned into {}",
+                                               scheme(stored.scheme).name, scheme(id).name));
+}
+
+/// Why a matrix looks as if one of its scales had been meant the other way round; empty if it does not.
+/// Trained weights lie between 1e-5 and 50.
+std::string oddity(const QuantizedMatrix& matrix) {
+  const Operand& weight = scheme(matrix.scheme).weight;
+  if (!weight.quantized()) return {};
+  const auto count = static_cast<std::int64_t>(matrix.scales.size()) / (matrix.scale_format.bits / 8);
+  std::vector<float> scales(static_cast<std::size_t>(count));
+  load_scales(matrix.scale_format, matrix.scales.data(), 0, count, scales.data());
+  const float largest = *std::max_element(scales.begin(), scales.end());
+  const double most = static_cast<double>(matrix.tensor_scale.apply(largest)) * weight.value.max();
+  if (most <= 256 && most >= 1e-6) return {};
+  return fmt::format("weights of up to {:.2g}: is a scale meant the other way round?", most);
+}
+
+/// The orders in which a layer's matrices take their inputs (act-order).
+class InputOrders {
+ public:
+  InputOrders(const Checkpoint& checkpoint, int layer) : checkpoint_(checkpoint), layer_(layer) {}
+
+  /// Those of all experts' gate and up, [E, H]; empty if none has one. Error: gate and up of an expert
+  /// differ.
+  Result<std::vector<std::int32_t>> of_layer() const {
+    const MoeSpec& moe = checkpoint_.config().moe;
+    std::vector<std::int32_t> all;
+    for (int expert = 0; expert < moe.experts; ++expert) {
+      const auto gate = of(expert, Projection::gate), up = of(expert, Projection::up);
+      if (!gate) return gate.status();
+      if (!up) return up.status();
+      if (*gate != *up)
+        return with_place({Code::unsupported, "gate_proj and up_proj take their inputs in different orders"},
+                          layer_, expert, Projection::gate);
+      if (gate->empty() && all.empty()) continue;
+      for (std::size_t i = all.size();
+           i < static_cast<std::size_t>(expert) * static_cast<std::size_t>(moe.hidden); ++i)
+        all.push_back(static_cast<std::int32_t>(i % static_cast<std::size_t>(moe.hidden)));
+      for (std::int32_t i = 0; i < moe.hidden; ++i)
+        all.push_back(gate->empty() ? i : (*gate)[static_cast<std::size_t>(i)]);
+    }
+    return all;
+  }
+  Result<std::vector<std::int32_t>> of(int expert, Projection projection) const {
+    return checkpoint_.input_order(layer_, expert, projection);
+  }
+
+ private:
+  const Checkpoint& checkpoint_;
+  int layer_;
+};
+
+/// What `down` wants its inputs ordered like, gate and up deliver.
+Status follow_down(const InputOrders& orders, int expert, Projection projection, QuantizedMatrix& matrix) {
+  matrix.input_order.clear();  // of gate and up: LayerVectors has it
+  if (projection == Projection::down) return {};
+  const auto order = orders.of(expert, Projection::down);
+  if (!order) return order.status();
+  if (!order->empty()) permute_rows(matrix, *order);
+  return {};
+}
+
+Status read_biases(const Checkpoint& checkpoint, const InputOrders& orders, int layer,
+                   LayerVectors& vectors) {
+  std::vector<float>* all[] = {&vectors.gate_bias, &vectors.up_bias, &vectors.down_bias};
+  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+    auto biases = checkpoint.expert_biases(layer, projection);
+    if (!biases) return biases.status();
+    std::vector<float>& mine = *all[static_cast<std::size_t>(projection)];
+    mine = *biases;
+    const auto width = static_cast<std::size_t>(checkpoint.config().moe.intermediate);
+    for (int expert = 0; projection != Projection::down && expert < checkpoint.config().moe.experts;
+         ++expert) {
+      const auto order = orders.of(expert, Projection::down);
+      if (!order) return order.status();
+      const std::size_t first = static_cast<std::size_t>(expert) * width;
+      for (std::size_t j = 0; j < order->size(); ++j)
+        mine[first + j] = (*biases)[first + static_cast<std::size_t>((*order)[j])];
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptions& options) {
   const ModelConfig& config = checkpoint.config();
-  if (options.layer < 0 || options.layer >= config.layers)
+  const int layer = options.layer;
+  if (layer < 0 || layer >= config.layers)
     return Status(Code::invalid_argument,
-                  fmt::format("layer {} is not within 0..{}", options.layer, config.layers - 1));
-  if (!config.is_moe[options.layer])
-    return Status(Code::invalid_argument, fmt::format("layer {} is dense: it has no experts", options.layer));
-  Result<SchemeId> stored = checkpoint.stored_scheme();
+                  fmt::format("layer {} is not within 0..{}", layer, config.layers - 1));
+  if (!config.is_moe[layer])
+    return Status(Code::invalid_argument, fmt::format("layer {} is dense: it has no experts", layer));
+  Result<SchemeId> stored = checkpoint.stored_scheme(layer);
   if (!stored) return stored.status();
 
   MoeSpec spec = config.moe;
   spec.scheme = options.scheme.value_or(*stored);
-  Result<LayerVectors> vectors = read_vectors(checkpoint, spec, options.layer);
+  if (options.device.kind == Device::Kind::cuda) spec.activation_rule = ScaleRule::standard;
+  if (spec.shared.intermediate != 0) {
+    const auto shared = checkpoint.shared_scheme(layer);
+    if (!shared) return shared.status();
+    if (scheme(*shared).weight.quantized()) spec.shared.scheme = *shared;
+  }
+  Result<LayerVectors> vectors = read_vectors(checkpoint, spec, layer);
   if (!vectors) return vectors.status();
+  const InputOrders orders(checkpoint, layer);
+  auto order = orders.of_layer();
+  if (!order) return order.status();
+  vectors->input_order = std::move(*order);
+  spec.ordered_inputs = !vectors->input_order.empty();
+  if (spec.bias)
+    if (Status status = read_biases(checkpoint, orders, layer, *vectors); !status.ok()) return status;
 
+  std::vector<std::string> warnings;
   const ExpertSource routed = [&](int expert, Projection projection) -> Result<QuantizedMatrix> {
-    Result<ExpertMatrix> matrix = checkpoint.expert(options.layer, expert, projection);
-    if (!matrix) return matrix.status();
-    if (auto* quantized = std::get_if<QuantizedMatrix>(&*matrix)) {
-      // The same weights under other activations are another scheme of the same matrix.
-      if (scheme(quantized->scheme).weight == scheme(spec.scheme).weight) {
-        quantized->scheme = spec.scheme;
-        return std::move(*quantized);
-      }
-      return with_place(
-          {Code::unsupported, fmt::format("is stored as {}, which cannot be turned into {}",
-                                          scheme(quantized->scheme).name, scheme(spec.scheme).name)},
-          options.layer, expert, projection);
-    }
-    Result<QuantizedMatrix> result = quantize(spec.scheme, std::get<MatrixView>(*matrix), options.quantize);
-    if (!result) return with_place(result.status(), options.layer, expert, projection);
-    return result;
+    auto matrix = to_scheme(checkpoint.expert(layer, expert, projection), spec.scheme, options.quantize);
+    if (!matrix) return with_place(matrix.status(), layer, expert, projection);
+    if (std::string why = oddity(*matrix); !why.empty() && warnings.empty())
+      warnings.push_back(with_place({Code::bad_file, std::move(why)}, layer, expert, projection).message());
+    if (Status status = follow_down(orders, expert, projection, *matrix); !status.ok()) return status;
+    return matrix;
   };
   const ExpertSource shared = [&](int, Projection projection) -> Result<QuantizedMatrix> {
-    Result<MatrixView> matrix = checkpoint.shared_expert(options.layer, projection);
-    if (!matrix) return matrix.status();
-    return quantize(spec.shared.scheme, *matrix, options.quantize);
+    auto matrix =
+        to_scheme(checkpoint.shared_expert(layer, projection), spec.shared.scheme, options.quantize);
+    if (matrix && !matrix->input_order.empty())
+      return Status(Code::unsupported,
+                    fmt::format("layer {}, shared expert: {}_proj takes its inputs in an order of its own",
+                                layer, name(projection)));
+    return matrix;
   };
-  return ExpertWeights::pack(spec, options.device, std::move(*vectors), routed, shared, options.plan);
+  auto weights = ExpertWeights::pack(spec, options.device, std::move(*vectors), routed, shared, options.plan);
+  if (weights) weights->warnings_ = std::move(warnings);
+  return weights;
 }
 
 }  // namespace gatefold

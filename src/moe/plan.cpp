@@ -2,6 +2,7 @@
 #include <omp.h>
 
 #include "moe/kernel.h"
+#include "moe/ordered_layer.h"
 #include "moe/tuning_file.h"
 
 namespace gatefold {
@@ -13,22 +14,41 @@ struct MoePlan::State {
   const KernelInfo* kernel = nullptr;
   CpuTuning tuning[kTokenClasses];
   WorkspaceLayout layout;
+  std::optional<OrderedLayer> ordered;
   std::vector<std::string> refused;  ///< the other kernels, and why they do not run
 };
 
 Operand effective_activation(SchemeId id, const MoeSpec& spec, const PlanOptions& options) {
   const Scheme& row = scheme(id);
-  if (row.quantizes_activations() && !options.weights_only) return row.activation;
+  if (row.quantizes_activations() && !options.weights_only) {
+    Operand activation = row.activation;
+    activation.rule = spec.activation_rule;
+    return activation;
+  }
   if (options.precision == Precision::f32) return {};
   return operands::plain(spec.act_dtype == DType::f16 ? formats::f16 : formats::bf16);
 }
+
+namespace {
+
+/// What no kernel of a GPU does.
+std::string gpu_refuses(const MoeSpec& spec) {
+  if (spec.ordered_inputs) return "inputs in an order of each expert's own (act-order) are for CPUs only";
+  if (spec.routing.score == Score::sqrt_softplus) return "scores of sqrt(softplus) are for CPUs only";
+  if (spec.activation_rule != ScaleRule::standard && scheme(spec.scheme).quantizes_activations())
+    return "activation scales by another software's rule are for CPUs only";
+  return {};
+}
+
+}  // namespace
 
 const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options, const Device& device,
                                 std::vector<std::string>* refused) {
   const KernelInfo* chosen = nullptr;
   for (const KernelInfo& kernel : device.kind == Device::Kind::cpu ? cpu_kernels() : cuda_kernels()) {
     if (kernel.scheme != spec.scheme) continue;
-    std::string why = kernel.refuses(spec, options, device);
+    std::string why = device.kind == Device::Kind::cuda ? gpu_refuses(spec) : "";
+    if (why.empty()) why = kernel.refuses(spec, options, device);
     if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
       why = fmt::format("the caller asks for '{}'", options.kernel);
     if (why.empty() && chosen != nullptr) why = "a better one runs";
@@ -63,7 +83,10 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
     state->tuning[tokens] = options.tuning ? *options.tuning : tuned != nullptr ? *tuned : CpuTuning{};
   }
   state->layout = WorkspaceLayout(options.debug_workspace);
-  state->kernel->workspace(spec, state->options, state->layout);
+  if (spec.ordered_inputs)
+    state->ordered = OrderedLayer(*state->kernel, spec, state->options, state->layout);
+  else
+    state->kernel->workspace(spec, state->options, state->layout);
   return MoePlan(std::move(state));
 }
 
@@ -93,7 +116,7 @@ bool same(const MoeSpec& a, const MoeSpec& b) {
   return a.scheme == b.scheme && a.experts == b.experts && a.hidden == b.hidden &&
          a.intermediate == b.intermediate && a.shared.intermediate == b.shared.intermediate &&
          a.shared.gated == b.shared.gated && a.shared.scheme == b.shared.scheme && a.bias == b.bias &&
-         a.routing.correction_bias == b.routing.correction_bias;
+         a.ordered_inputs == b.ordered_inputs && a.routing.correction_bias == b.routing.correction_bias;
 }
 
 Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertWeights::State& weights,
@@ -181,11 +204,12 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
   const MoeCall call{plan.spec, plan.options, plan.tuning[token_class(inputs.hidden.rows)],
                      state,     inputs,       outputs,
                      base,      stream};
-  if (!plan.options.debug_workspace) return plan.kernel->launch(call);
+  const auto launch = [&] { return plan.ordered ? plan.ordered->run(call) : plan.kernel->launch(call); };
+  if (!plan.options.debug_workspace) return launch();
 
   DebugWorkspace debug(plan.layout, base, plan.device, stream);
   if (Status status = debug.poison(); !status.ok()) return status;
-  if (Status status = plan.kernel->launch(call); !status.ok()) return status;
+  if (Status status = launch(); !status.ok()) return status;
   const auto damaged = debug.damaged();
   if (!damaged) return damaged.status();
   if (const auto* region = *damaged)

@@ -55,8 +55,9 @@ void route_reference(const MoeSpec& spec, const double* logits, const std::vecto
   double sum = 0;
   for (int e = 0; e < experts; ++e) sum += std::exp(logits[e] - largest);
   for (int e = 0; e < experts; ++e) {
-    scores[e] = routing.score == Score::softmax ? std::exp(logits[e] - largest) / sum
-                                                : 1 / (1 + std::exp(-logits[e]));
+    scores[e] = routing.score == Score::softmax   ? std::exp(logits[e] - largest) / sum
+                : routing.score == Score::sigmoid ? 1 / (1 + std::exp(-logits[e]))
+                                                  : std::sqrt(std::log1p(std::exp(logits[e])));
     selection[e] = scores[e] + (bias.empty() ? 0.0 : bias[e]);
   }
   std::vector<std::pair<double, int>> groups;  // best first, ties to the lower index
@@ -113,7 +114,7 @@ Doubles reference_dequantize(const QuantizedMatrix& matrix) {
           value = matrix.tensor_scale.divides ? value / matrix.tensor_scale.value
                                               : value * matrix.tensor_scale.value;
       }
-      out[n * matrix.k + k] = value;
+      out[n * matrix.k + (matrix.input_order.empty() ? k : matrix.input_order[k])] = value;
     }
   return out;
 }

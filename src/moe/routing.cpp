@@ -16,6 +16,9 @@ constexpr float kExcluded = -std::numeric_limits<float>::infinity();
 void score_experts(Score score, int experts, const float* logits, float* scores) {
   if (score == Score::sigmoid) {
     for (int e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + exponential(-logits[e]));
+  } else if (score == Score::sqrt_softplus) {
+    for (int e = 0; e < experts; ++e)  // log(1 + e^x), without overflow
+      scores[e] = std::sqrt(std::max(logits[e], 0.0f) + std::log1p(std::exp(-std::abs(logits[e]))));
   } else {
     float largest = kExcluded;
     for (int e = 0; e < experts; ++e) largest = std::max(largest, logits[e]);

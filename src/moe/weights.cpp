@@ -23,6 +23,8 @@ Status check_matrix(const QuantizedMatrix& matrix, SchemeId wanted, std::int64_t
             fmt::format("has {} + {} + {} bytes of values, scales and zero points, expected {} + {} + {}",
                         matrix.values.size(), matrix.scales.size(), matrix.zero_points.size(),
                         layout.value_bytes, layout.scale_bytes, layout.zero_bytes)};
+  if (!matrix.input_order.empty())
+    return {Code::invalid_argument, "its columns have an order: that is said by LayerVectors::input_order"};
   return {};
 }
 
@@ -48,6 +50,18 @@ Status check_vectors(const MoeSpec& spec, const LayerVectors& v) {
   };
   for (const auto& [vector, wanted] : all)
     if (Status status = check_vector(*vector, wanted.first, wanted.second); !status.ok()) return status;
+  if (v.input_order.size() != (spec.ordered_inputs ? e * h : 0))
+    return {Code::invalid_argument, fmt::format("input order has {} values, expected {}",
+                                                v.input_order.size(), spec.ordered_inputs ? e * h : 0)};
+  std::vector<bool> seen;
+  for (std::size_t i = 0; i < v.input_order.size(); ++i) {
+    if (i % h == 0) seen.assign(h, false);
+    const std::int32_t input = v.input_order[i];
+    if (input < 0 || input >= spec.hidden || seen[static_cast<std::size_t>(input)])
+      return {Code::invalid_argument,
+              fmt::format("the input order of expert {} is no permutation: {} at {}", i / h, input, i % h)};
+    seen[static_cast<std::size_t>(input)] = true;
+  }
   return {};
 }
 
@@ -231,6 +245,9 @@ std::string HostWeights::describe() const {
 
 const MoeSpec& ExpertWeights::spec() const {
   return state_->spec;
+}
+std::span<const std::string> ExpertWeights::warnings() const {
+  return warnings_;
 }
 const Device& ExpertWeights::device() const {
   return state_->device;

@@ -189,6 +189,9 @@ void dequantize(const QuantizedMatrix& matrix, float* out) {
     kernels[operand.value].decode(matrix.values.data() + n * layout.row_bytes, matrix.k,
                                   operand.group.k == 0 ? matrix.k : operand.group.k, scales.data(),
                                   zeros.data(), out + n * matrix.k);
+    if (matrix.input_order.empty()) continue;
+    const std::vector<float> ordered(out + n * matrix.k, out + (n + 1) * matrix.k);
+    for (std::size_t j = 0; j < ordered.size(); ++j) out[n * matrix.k + matrix.input_order[j]] = ordered[j];
   }
 }
 

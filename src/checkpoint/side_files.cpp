@@ -1,0 +1,68 @@
+#include "checkpoint/side_files.h"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/json.h"
+#include "checkpoint/mapped_file.h"
+
+namespace gatefold {
+namespace {
+
+constexpr std::uint64_t max_bytes = 16'000'000;
+
+struct SideFile {
+  const char* name;
+  const char* method;  ///< its quant_method, which it may leave out
+  const char* member;  ///< what holds the config; nullptr: the whole file
+};
+constexpr SideFile side_files[] = {{"quantize_config.json", "gptq", nullptr},
+                                   {"quant_config.json", "awq", nullptr},
+                                   {"hf_quant_config.json", "modelopt", "quantization"}};
+
+/// What decides how tensors are read.
+constexpr const char* keys[] = {"quant_method", "quant_algo",        "bits",       "group_size", "desc_act",
+                                "sym",          "checkpoint_format", "zero_point", "version"};
+
+Status compare(const nlohmann::json& config, const std::string& config_path, const nlohmann::json& side,
+               const std::string& path) {
+  for (const char* key : keys) {
+    const auto a = config.find(key), b = side.find(key);
+    if (a != config.end() && b != side.end() && !a->is_null() && !b->is_null() && *a != *b)
+      return {Code::bad_file, fmt::format("{}: quantization_config.{} is {}, but {} says {}", config_path,
+                                          key, show_json(*a), path, show_json(*b))};
+  }
+  return {};
+}
+
+}  // namespace
+
+Status read_side_files(const std::filesystem::path& directory, const std::string& config_path,
+                       nlohmann::json& quantization) {
+  for (const SideFile& file : side_files) {
+    const std::filesystem::path path = directory / file.name;
+    std::error_code ignored;
+    if (!std::filesystem::exists(path, ignored)) continue;
+    const auto text = read_text(path, max_bytes);
+    if (!text) return text.status();
+    auto parsed = parse_json(*text, path.string());
+    if (!parsed) return parsed.status();
+    if (file.member != nullptr) {
+      const auto member = parsed->find(file.member);
+      if (member == parsed->end() || !member->is_object())
+        return {Code::bad_file, fmt::format("{}: no {}", path.string(), file.member)};
+      parsed = nlohmann::json(*member);
+    }
+    if (!quantization.is_null()) {
+      if (Status status = compare(quantization, config_path, *parsed, path.string()); !status.ok())
+        return status;
+      continue;
+    }
+    quantization = std::move(*parsed);
+    if (!quantization.contains("quant_method")) quantization["quant_method"] = file.method;
+  }
+  return {};
+}
+
+}  // namespace gatefold

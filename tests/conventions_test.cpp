@@ -1,0 +1,114 @@
+// Every convention, from checkpoints that are made here: weights bit for bit, and a layer against plain
+// loops.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "convention_kinds.h"
+#include "gatefold/moe.h"
+
+namespace gatefold {
+namespace {
+
+constexpr Projection projections[] = {Projection::gate, Projection::up, Projection::down};
+
+class Conventions : public testing::TestWithParam<std::size_t> {
+ protected:
+  const CheckpointKind& kind() const { return all_kinds()[GetParam()]; }
+};
+
+TEST_P(Conventions, WeightsAreThose) {
+  const Files files = kind().make();
+  const TemporaryDirectory directory;
+  files.write(directory.path());
+  const auto checkpoint = Checkpoint::open(directory.path());
+  ASSERT_TRUE(checkpoint) << checkpoint.status().message();
+  const auto stored = checkpoint->stored_scheme();
+  ASSERT_TRUE(stored) << stored.status().message();
+  EXPECT_EQ(scheme(*stored).name, kind().scheme);
+  for (int expert = 0; expert < ConventionWriter::kExperts; ++expert)
+    for (const Projection projection : projections) {
+      const std::string key = std::to_string(expert) + "." + std::string(name(projection));
+      const auto matrix = checkpoint->expert(0, expert, projection);
+      ASSERT_TRUE(matrix) << matrix.status().message();
+      const auto& quantized = std::get<QuantizedMatrix>(*matrix);
+      std::vector<float> values(static_cast<std::size_t>(quantized.n * quantized.k));
+      dequantize(quantized, values.data());
+      EXPECT_EQ(values, files.weights.at(key)) << key;
+    }
+  for (const TensorEntry& entry : checkpoint->tensors()) {
+    const bool of_codes = checkpoint->is_expert_tensor(entry.name) && !entry.name.ends_with("_bias");
+    EXPECT_EQ(checkpoint->convention(entry) != "unquantized", of_codes) << entry.name;
+  }
+}
+
+/// One token at one expert, in double precision.
+std::vector<double> plain_expert(const Files& files, const MoeSpec& spec, int expert, const float* x) {
+  const auto multiply = [&](const std::string& name, const std::vector<double>& in, std::size_t n) {
+    const std::string key = std::to_string(expert) + "." + name;
+    const std::vector<float>& w = files.weights.at(key);
+    std::vector<double> out(n);
+    for (std::size_t row = 0; row < n; ++row) {
+      for (std::size_t i = 0; i < in.size(); ++i)
+        out[row] += static_cast<double>(w[row * in.size() + i]) * in[i];
+      if (spec.bias) out[row] += files.biases.at(key)[row];
+    }
+    return out;
+  };
+  const std::vector<double> in(x, x + spec.hidden);
+  const auto gate = multiply("gate", in, static_cast<std::size_t>(spec.intermediate));
+  auto mid = multiply("up", in, static_cast<std::size_t>(spec.intermediate));
+  const Activation& a = spec.activation;
+  for (std::size_t i = 0; i < mid.size(); ++i) {
+    const double g = std::min<double>(gate[i], a.limit), u = std::clamp<double>(mid[i], -a.limit, a.limit);
+    mid[i] = g / (1 + std::exp(-a.alpha * g)) * (u + a.beta);
+  }
+  return multiply("down", mid, static_cast<std::size_t>(spec.hidden));
+}
+
+TEST_P(Conventions, LayerIsThat) {
+  const Files files = kind().make();
+  const TemporaryDirectory directory;
+  files.write(directory.path());
+  const auto checkpoint = Checkpoint::open(directory.path());
+  ASSERT_TRUE(checkpoint) << checkpoint.status().message();
+  const PlanOptions options{.max_tokens = 4, .threads = 1, .precision = Precision::f32, .weights_only = true};
+  const auto experts = load_experts(*checkpoint, {.plan = options});
+  ASSERT_TRUE(experts) << experts.status().message();
+  EXPECT_TRUE(experts->warnings().empty()) << experts->warnings().front();
+  const MoeSpec& spec = experts->spec();
+  const auto plan = MoePlan::create(spec, options);
+  ASSERT_TRUE(plan) << plan.status().message();
+
+  constexpr std::int64_t tokens = 3;
+  const auto hidden = static_cast<std::size_t>(spec.hidden);
+  std::vector<float> in(tokens * hidden), out(in.size());
+  for (std::size_t i = 0; i < in.size(); ++i) in[i] = std::sin(static_cast<float>(i));
+  const std::int32_t ids[tokens] = {1, 0, 1};
+  const float weights[tokens] = {1.0f, 0.5f, 0.25f};
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  const Status status = plan->run(
+      *experts,
+      {.hidden = {in.data(), DType::f32, tokens, spec.hidden}, .topk_ids = ids, .topk_weights = weights},
+      {.hidden = {out.data(), DType::f32, tokens, spec.hidden}}, workspace);
+  ASSERT_TRUE(status.ok()) << status.message();
+  double error = 0, norm = 0;
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const auto expected = plain_expert(files, spec, ids[t], in.data() + t * hidden);
+    for (std::size_t i = 0; i < hidden; ++i) {
+      error += std::pow(out[t * hidden + i] - weights[t] * expected[i], 2);
+      norm += std::pow(weights[t] * expected[i], 2);
+    }
+  }
+  EXPECT_LE(std::sqrt(error / norm), 1e-5);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Conventions, testing::Range(std::size_t{0}, all_kinds().size()),
+                         [](const auto& info) {
+                           std::string name = all_kinds()[info.param].name;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace gatefold
