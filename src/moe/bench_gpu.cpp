@@ -166,8 +166,6 @@ Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, Benc
   const auto each = static_cast<double>(calls->count());
   std::vector<double> times, launched, reads;
   constexpr int kRounds = 3, kReplays = 7;  // reads and runs in turn: clocks change
-  constexpr int kWarmUp = 50;               // after a multiply at full power they are low for a while
-  if (const auto some = timer->replayed(read, kWarmUp); !some) return some.status();
   for (int round = 0; round < kRounds; ++round) {
     for (auto [work, to] : {std::pair<cuda::Work, std::vector<double>*>{read, &reads}, {run, &times}}) {
       const auto some = timer->replayed(work, kReplays);
