@@ -19,7 +19,7 @@ namespace gatefold {
 enum class Method : std::uint8_t {
   gptq,         ///< rounds columns one after the other and passes each error on to those that follow
   awq,          ///< scales input channels up where activations are large, and folds that into what is before
-  smoothquant,  ///< the same for schemes that quantize activations; finds static activation scales, too
+  smoothquant,  ///< such scales for schemes that quantize activations, their static scales, and then gptq
 };
 std::string_view name(Method method);
 /// "gptq"; nothing if there is none of that name.
@@ -28,8 +28,9 @@ std::optional<Method> find_method(std::string_view name);
 struct CalibrateOptions {
   SchemeId scheme = SchemeId::int4_g128;
   Method method = Method::gptq;
-  int window = 512;       ///< tokens that attend to each other
-  double damping = 0.01;  ///< gptq: of the mean of the Hessian's diagonal, added to it
+  int window = 512;  ///< tokens that attend to each other
+  /// gptq: this and 3 * inputs / tokens (at most 1) of the mean of the Hessian's diagonal, added to it.
+  double damping = 0.01;
   /// An expert that fewer tokens are routed to sees others as well, with a tenth of the weight. As many as
   /// there are tokens: every expert sees all of them.
   std::int64_t min_samples = 256;

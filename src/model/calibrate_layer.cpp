@@ -23,6 +23,7 @@ using Floats = std::vector<float>;
 
 constexpr std::int64_t chunk = 1024;         // tokens multiplied at once
 constexpr std::int64_t sample_rows = 512;    // tokens for searches of scales
+constexpr double damping_per_unknown = 3;    // times inputs over samples: what so few samples cannot tell
 constexpr float borrowed_importance = 0.1f;  // of a token that is routed elsewhere, next to one that is not
 
 /// y [rows, n] = x [rows, k] W^T, W [n, k]
@@ -57,6 +58,28 @@ struct Samples {
   std::int64_t routed = 0;
   std::int64_t size() const { return static_cast<std::int64_t>(tokens.size()); }
 };
+
+/// Some rows of x [rows, k]: spread evenly, and those with the largest numbers, which a scale must not cut
+/// off.
+Sample sample_of(const Floats& x, std::int64_t k) {
+  const auto rows = static_cast<std::int64_t>(x.size()) / k;
+  std::vector<std::int64_t> chosen(static_cast<std::size_t>(rows));
+  std::iota(chosen.begin(), chosen.end(), 0);
+  if (rows > sample_rows) {
+    Floats largest(chosen.size(), 0.0f);
+    for (std::int64_t i = 0; i < rows * k; ++i) largest[i / k] = std::max(largest[i / k], std::fabs(x[i]));
+    const auto extremes = chosen.begin() + sample_rows / 16;
+    std::partial_sort(chosen.begin(), extremes, chosen.end(), [&](std::int64_t a, std::int64_t b) {
+      return largest[a] != largest[b] ? largest[a] > largest[b] : a < b;
+    });
+    chosen.erase(extremes, chosen.end());
+    for (std::int64_t i = 0; i < sample_rows; ++i) chosen.push_back(i * rows / sample_rows);
+  }
+  Sample sample{{}, static_cast<std::int64_t>(chosen.size()), k};
+  for (const std::int64_t row : chosen)
+    sample.x.insert(sample.x.end(), x.begin() + row * k, x.begin() + (row + 1) * k);
+  return sample;
+}
 
 /// sum of importance * x x^T
 class Gram {
@@ -102,7 +125,6 @@ class Layer {
   Status route_tokens();
   Status add_shared();
   Samples samples_of(int expert, std::int64_t at_least) const;
-  Sample normed_sample() const;
   Result<Ffn> load(int expert) const;
   Result<Floats> search_fold() const;
   void divide_normed(const Floats& fold);
@@ -110,7 +132,8 @@ class Layer {
   Floats inner(const Ffn& ffn, const Floats& x) const;
   Floats inner_of(const Ffn& ffn, const Samples& samples) const;
   Status quantize_expert(Ffn ffn, const Samples& samples, QuantizedExpert& out, Floats& y) const;
-  Status quantize_matrix(const Floats& weights, const Floats& hessian, QuantizedMatrix& out) const;
+  Status quantize_matrix(const Floats& weights, const Floats& hessian, const Samples& samples,
+                         QuantizedMatrix& out) const;
   Floats output(const QuantizedMatrix& down, Floats y, const Samples& samples) const;
   void add(const Samples& samples, const Floats& output);
   Status for_each_expert(const std::function<Status(int, Samples&, Floats&)>& work,
@@ -212,15 +235,6 @@ Samples Layer::samples_of(int expert, std::int64_t at_least) const {
   return samples;
 }
 
-Sample Layer::normed_sample() const {
-  Sample sample{{}, std::min(sample_rows, tokens_), hidden_};
-  for (std::int64_t i = 0; i < sample.rows; ++i) {
-    const float* x = stream_.normed.data() + i * tokens_ / sample.rows * hidden_;
-    sample.x.insert(sample.x.end(), x, x + hidden_);
-  }
-  return sample;
-}
-
 /// An expert's weights, gate and up times the fold.
 Result<Ffn> Layer::load(int expert) const {
   Ffn ffn;
@@ -245,8 +259,8 @@ Result<Floats> Layer::search_fold() const {
     matrices.push_back(std::move(ffn->gate));
     matrices.push_back(std::move(ffn->up));
   }
-  return search_smoothing(options_.scheme, options_.method == Method::smoothquant, true, normed_sample(),
-                          matrices);
+  return search_smoothing(options_.scheme, options_.method == Method::smoothquant, true,
+                          sample_of(stream_.normed, hidden_), matrices);
 }
 
 void Layer::divide_normed(const Floats& fold) {
@@ -287,11 +301,15 @@ Floats Layer::inner_of(const Ffn& ffn, const Samples& samples) const {
   return all;
 }
 
-Status Layer::quantize_matrix(const Floats& weights, const Floats& hessian, QuantizedMatrix& out) const {
+Status Layer::quantize_matrix(const Floats& weights, const Floats& hessian, const Samples& samples,
+                              QuantizedMatrix& out) const {
   const auto k = static_cast<std::int64_t>(std::lround(std::sqrt(static_cast<double>(hessian.size()))));
   const auto n = static_cast<std::int64_t>(weights.size()) / k;
-  if (options_.method == Method::gptq) {
-    auto matrix = gptq(options_.scheme, n, k, weights.data(), hessian, {.damping = options_.damping});
+  if (options_.method != Method::awq) {
+    const double unknown =
+        static_cast<double>(k) / static_cast<double>(std::max<std::int64_t>(1, samples.routed));
+    const double damping = options_.damping + std::min(1.0, damping_per_unknown * unknown);
+    auto matrix = gptq(options_.scheme, n, k, weights.data(), hessian, {.damping = damping});
     if (!matrix) return matrix.status();
     out = std::move(*matrix);
     return {};
@@ -321,21 +339,13 @@ Status Layer::quantize_expert(Ffn ffn, const Samples& samples, QuantizedExpert& 
     inputs.add(gather(samples, begin, count).data(), samples.importance.data() + begin, count);
   }
   const Floats hessian = std::move(inputs).finish();
-  if (Status status = quantize_matrix(ffn.gate, hessian, out.gate); !status.ok()) return status;
-  if (Status status = quantize_matrix(ffn.up, hessian, out.up); !status.ok()) return status;
+  if (Status status = quantize_matrix(ffn.gate, hessian, samples, out.gate); !status.ok()) return status;
+  if (Status status = quantize_matrix(ffn.up, hessian, samples, out.up); !status.ok()) return status;
   out.gate.input_scale = out.up.input_scale = input_scale_;
 
   y = inner_of({dequantized(out.gate), dequantized(out.up), {}}, samples);
   std::optional<TensorScale> scale;
-  if (input_scale_) {
-    const std::int64_t rows = std::min(sample_rows, samples.size());
-    Sample sample{{}, rows, inner_};
-    for (std::int64_t i = 0; i < rows; ++i) {
-      const float* row = y.data() + i * samples.size() / rows * inner_;
-      sample.x.insert(sample.x.end(), row, row + inner_);
-    }
-    scale = search_static_scale(activation_, sample);
-  }
+  if (input_scale_) scale = search_static_scale(activation_, sample_of(y, inner_));
   Gram middle(inner_);
   for (std::int64_t begin = 0; begin < samples.size(); begin += chunk) {
     const std::int64_t count = std::min(chunk, samples.size() - begin);
@@ -343,7 +353,7 @@ Status Layer::quantize_expert(Ffn ffn, const Samples& samples, QuantizedExpert& 
     round_activations(activation_, scale ? &*scale : nullptr, inner_, part);
     middle.add(part.data(), samples.importance.data() + begin, count);
   }
-  if (Status status = quantize_matrix(ffn.down, std::move(middle).finish(), out.down); !status.ok())
+  if (Status status = quantize_matrix(ffn.down, std::move(middle).finish(), samples, out.down); !status.ok())
     return status;
   out.down.input_scale = scale;
   return {};
@@ -405,7 +415,8 @@ Result<QuantizedLayer> Layer::calibrate(const std::function<bool()>& expert_done
     if (!fold) return fold.status();
     divide_normed(*fold);
     layer.fold = std::move(*fold);
-    if (has_static_scale(activation_)) input_scale_ = search_static_scale(activation_, normed_sample());
+    if (has_static_scale(activation_))
+      input_scale_ = search_static_scale(activation_, sample_of(stream_.normed, hidden_));
   }
   const auto work = [&](int expert, Samples& samples, Floats& out) -> Status {
     samples = samples_of(expert, options_.min_samples);

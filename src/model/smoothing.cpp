@@ -97,9 +97,13 @@ std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two
       if (!quantized) return std::numeric_limits<double>::infinity();
       dequantize(*quantized, scaled.data());
       const Floats y = product(rounded, scaled);
-      for (std::size_t e = 0; e < y.size(); ++e) {
-        const double error = static_cast<double>(y[e]) - wanted[i][e];
-        sum += error * error;
+      for (std::int64_t row = 0; row < sample.rows; ++row) {
+        double error = 0, whole = 1e-20;
+        for (std::int64_t e = row * n; e < (row + 1) * n; ++e) {
+          error += std::pow(static_cast<double>(y[e]) - wanted[i][e], 2);
+          whole += std::pow(static_cast<double>(wanted[i][e]), 2);
+        }
+        sum += error / whole;
       }
     }
     return sum;

@@ -24,8 +24,8 @@ void round_activations(const Operand& operand, const TensorScale* static_scale, 
 /// The scale s [k] among powers of the ratio of activations to weights, per channel
 ///   s = a^p / w^q,  p and q in [0, 1],
 /// (awq: a and w are means of magnitudes; smoothquant: maxima, p + q = 1) under which the products of the
-/// rounded sample with the rounded matrices, each [n, k], differ least from the exact ones; all 1 wins ties.
-/// `powers_of_two`: s is rounded to these.
+/// rounded sample with the rounded matrices, each [n, k], differ least from the exact ones, relative to each
+/// input's; all 1 wins ties. `powers_of_two`: s is rounded to these.
 std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two, const Sample& sample,
                                     std::span<const std::vector<float>> matrices);
 

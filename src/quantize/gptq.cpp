@@ -96,7 +96,7 @@ Result<QuantizedMatrix> gptq(SchemeId id, std::int64_t n, std::int64_t k, const 
   const std::vector<std::int64_t> order = column_order(hessian, k);
   std::vector<float> factor;
   double damping = options.damping;
-  for (bool done = false; !done; damping *= 10) {
+  for (bool done = false; !done; damping = std::max(10 * damping, 1e-6)) {
     for (std::int64_t i = 0; i < k; ++i) hessian[i * k + i] += static_cast<float>(damping * mean);
     done = inverse_factor(hessian, order, factor);
     if (!done && damping > 100)
