@@ -205,7 +205,7 @@ Result<std::vector<std::int32_t>> text_tokens(const Checkpoint& checkpoint, std:
     return Status(
         Code::invalid_argument,
         fmt::format("{} (vocab {}) needs a tokenizer, which gatefold does not have: give token ids in "
-                    "a .npy or .safetensors file",
+                    "a .npy or .safetensors file (--tokens, --calibration)",
                     checkpoint.config().model_type, checkpoint.config().vocab));
   std::vector<std::int32_t> tokens;
   tokens.reserve(text.size());
