@@ -1,5 +1,5 @@
 # CBLAS::CBLAS: OpenBLAS built with OpenMP if there is one, so that its threads and ours are the same pool;
-# else any BLAS that comes with cblas.h.
+# else any BLAS that comes with cblas.h. LAPACK's Cholesky has to be in it too, as it is in OpenBLAS, or beside it.
 find_path(CBLAS_INCLUDE_DIR cblas.h
           PATH_SUFFIXES ${CMAKE_LIBRARY_ARCHITECTURE}/openblas-openmp openblas-openmp openblas)
 find_library(CBLAS_LIBRARY openblas PATH_SUFFIXES openblas-openmp)
@@ -20,4 +20,12 @@ if(CBLAS_FOUND AND NOT TARGET CBLAS::CBLAS)
   add_library(CBLAS::CBLAS INTERFACE IMPORTED)
   target_include_directories(CBLAS::CBLAS INTERFACE ${CBLAS_INCLUDE_DIR})
   target_link_libraries(CBLAS::CBLAS INTERFACE ${CBLAS_LIBRARY})
+  include(CheckFunctionExists)
+  set(CMAKE_REQUIRED_LIBRARIES ${CBLAS_LIBRARY})
+  check_function_exists(spotrf_ CBLAS_HAS_LAPACK)
+  unset(CMAKE_REQUIRED_LIBRARIES)
+  if(NOT CBLAS_HAS_LAPACK)
+    find_package(LAPACK REQUIRED)
+    target_link_libraries(CBLAS::CBLAS INTERFACE ${LAPACK_LIBRARIES})
+  endif()
 endif()

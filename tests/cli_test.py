@@ -218,6 +218,22 @@ class CliTest(unittest.TestCase):
         self.assertIn("awq cannot say that activations are int8", done.stderr.decode())
         self.assertFalse((self.folder / "awq").exists())
 
+    def test_calibrated_quantization_and_its_loss(self):
+        target = self.folder / "gptq"
+        arguments = ["--scheme", "int4_g128", "--method", "gptq"]
+        done = tool("quantize", TINY, target, *arguments, code=1)
+        self.assertIn("--calibration", done.stderr.decode())
+        arguments += ["--calibration", TINY / "calibration.txt", "--calibration-tokens", 2048]
+        report = tool_json("quantize", TINY, target, *arguments)
+        self.assertEqual((report["method"], report["tokens"], report["resumed_layers"]), ("gptq", 2048, 0))
+        self.assertEqual(tool_json("inspect", target)["scheme"], "int4_g128")
+        rows = tool_json("compare", TINY, "--text", TINY / "valid.txt", "--limit", 4096, "--schemes", "int4_g128",
+                         "--with", target)["rows"]
+        self.assertEqual([row["name"] for row in rows], ["int4_g128", str(target)])
+        self.assertEqual([row["scheme"] for row in rows], ["int4_g128"] * 2)
+        self.assertLess(rows[1]["kl"], rows[0]["kl"])
+        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["gptq", "text"])
+
     def test_quantize_never_touches_what_exists(self):
         target = self.folder / "target"
         target.mkdir()

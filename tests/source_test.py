@@ -24,7 +24,7 @@ ONLY = {
     r"\bgetenv\b": r"src/format/options\.cpp|tests/",
     r"nlohmann": r"src/checkpoint/|src/moe/tuning_file\.cpp|tools/|tests/",
     r"immintrin\.h|\b_mm\d*_|\b__m\d{3}": r"src/cpu/|.*\.isa\.cpp",
-    r"cblas": r"src/model/|tests/",
+    r"cblas|lapack": r"src/quantize/|src/model/|tests/",
     r"\basm\b": r"src/cpu/|src/cuda/",
     r"<<<|<cuda\w*\.h>": r"(src|tests|benchmarks)/cuda/",
     r"\b(abort|exit)\(|\b(printf|cout|cerr)\b|fmt::print": r"tools/|tests/|examples/|benchmarks/",

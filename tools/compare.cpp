@@ -8,6 +8,7 @@ namespace {
 
 struct Options : ModelOptions {
   CompareOptions compare;
+  std::vector<std::string> others;
   std::int64_t limit = 0;
 };
 
@@ -16,7 +17,7 @@ const std::vector<Table::Column> columns = {{"scheme", -16},  {"bits/weight", 11
                                             {"tokens/s", 8}};
 
 void print_row(const Table& table, const CompareRow& row) {
-  const std::string name(scheme(row.scheme).name);
+  const std::string& name = row.name;
   if (!row.status.ok()) {
     table.row({name, "-", "-", "-", "-", "-", "-"});
     fmt::print(stderr, "{}: {}\n", name, row.status.message());
@@ -30,7 +31,7 @@ void print_row(const Table& table, const CompareRow& row) {
 }
 
 Json to_json(const CompareRow& row) {
-  Json json = {{"scheme", scheme(row.scheme).name}};
+  Json json = {{"name", row.name}, {"scheme", scheme(row.scheme).name}};
   if (!row.status.ok()) {
     json["error"] = row.status.message();
     return json;
@@ -66,17 +67,22 @@ Status run(const Options& options, Json* json) {
     table.emplace(titles);
   }
   CompareOptions compare_options = options.compare;
+  for (const std::string& directory : options.others) {
+    auto other = Checkpoint::open(directory);
+    if (!other) return other.status();
+    compare_options.others.push_back(std::move(*other));
+  }
   compare_options.decoder = options.decoder;
   std::optional<Progress> progress;
-  std::optional<SchemeId> running;
-  compare_options.progress = [&](SchemeId id, std::int64_t done, std::int64_t total) {
-    if (running != id) progress.emplace(fmt::format("{:16}", scheme(id).name), "k tokens", 1e3);
-    running = id;
+  std::string running;
+  compare_options.progress = [&](std::string_view name, std::int64_t done, std::int64_t total) {
+    if (running != name) progress.emplace(fmt::format("{:16}", name), "k tokens", 1e3);
+    running = name;
     progress->set(static_cast<std::uint64_t>(done), static_cast<std::uint64_t>(total));
   };
   compare_options.on_row = [&](const CompareRow& row) {
     progress.reset();
-    running.reset();
+    running.clear();
     if (table) print_row(*table, row);
   };
   const auto rows = compare(*checkpoint, *tokens, compare_options);
@@ -100,6 +106,9 @@ void add_compare(Cli& cli) {
   command->add_option("--schemes", "Comma-separated; default: all")
       ->check([options](const std::string& list) { return parse_schemes(list, options->compare.schemes); })
       ->type_name("SCHEME,...");
+  command->add_option("--with", options->others, "Quantized checkpoints of the same model, as more rows")
+      ->delimiter(',')
+      ->type_name("DIR,...");
   add_window(command, options->compare.window);
   command->add_option("--limit", options->limit, "Only the first tokens; 0: all")
       ->check(CLI::NonNegativeNumber);

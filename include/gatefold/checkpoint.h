@@ -157,6 +157,11 @@ struct ConvertOptions {
   QuantizeOptions quantize;
   std::uint64_t shard_bytes = 5'000'000'000;
   int threads = 0;  ///< 0: OpenMP's default
+  /// Gives the experts' matrices in place of quantize(), from any thread; none: round to nearest.
+  std::function<Result<QuantizedMatrix>(int layer, int expert, Projection projection)> matrix;
+  bool static_input = false;  ///< these have an input_scale
+  /// The bytes of a tensor that is no expert's, if they are to be others than the source's; from any thread.
+  std::function<std::optional<std::span<const std::byte>>(const TensorEntry& entry)> replacement;
   /// Asked before each piece of work, from any thread: true stops the conversion with an error.
   std::function<bool()> cancelled;
 };

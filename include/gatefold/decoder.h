@@ -23,6 +23,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -78,6 +79,7 @@ class Decoder {
   /// contradicts the config, and those of load_experts and MoePlan.
   static Result<Decoder> load(const Checkpoint& checkpoint, const DecoderOptions& options = {});
 
+  const Checkpoint& checkpoint() const;
   const ModelConfig& config() const;
   SchemeId scheme() const;  ///< of the routed experts, as run
   int threads() const;
@@ -105,7 +107,10 @@ class Decoder {
 };
 
 /// The bytes of a text, for byte-level models. Error: the model has a tokenizer; give it token ids.
-Result<std::vector<std::int32_t>> text_tokens(const Decoder& decoder, std::string_view text);
+Result<std::vector<std::int32_t>> text_tokens(const Checkpoint& checkpoint, std::string_view text);
+inline Result<std::vector<std::int32_t>> text_tokens(const Decoder& decoder, std::string_view text) {
+  return text_tokens(decoder.checkpoint(), text);
+}
 /// Token ids of a .npy file (one-dimensional, or [1, n]) or of a .safetensors file with one tensor, of any
 /// integer type. Error: an id outside [0, vocab), with its index and value.
 Result<std::vector<std::int32_t>> read_tokens(const std::filesystem::path& file, int vocab);
@@ -145,9 +150,10 @@ struct GenerateResult {
 Result<GenerateResult> generate(const Decoder& decoder, std::span<const std::int32_t> prompt,
                                 const GenerateOptions& options = {});
 
-/// One scheme against the unquantized model, on the same windows as `evaluate`.
+/// One scheme, or one quantized checkpoint, against the unquantized model, on the same windows as `evaluate`.
 struct CompareRow {
   SchemeId scheme = SchemeId::bf16;
+  std::string name;            ///< the scheme's, or the checkpoint's directory
   Status status;               ///< why this scheme could not be run; then all else is 0
   double bits_per_weight = 0;  ///< packed expert bytes * 8 / expert weights
   std::uint64_t expert_bytes = 0;
@@ -158,16 +164,18 @@ struct CompareRow {
 };
 struct CompareOptions {
   std::vector<SchemeId> schemes = {};  ///< empty: every row of the table
+  /// The same model as others have quantized it: more rows, in the schemes in which they are stored.
+  std::vector<Checkpoint> others = {};
   int window = 512;
   DecoderOptions decoder = {};  ///< `scheme` is ignored
   /// Up to this size the unquantized model's logits are kept in memory, else in a temporary file.
   std::uint64_t memory_bytes = std::uint64_t{256} << 20;
   std::function<void(const CompareRow&)> on_row = {};
-  std::function<void(SchemeId scheme, std::int64_t done, std::int64_t total)> progress = {};
+  std::function<void(std::string_view name, std::int64_t done, std::int64_t total)> progress = {};
 };
-/// Rows in the order of `options.schemes`. The temporary file has no name (it vanishes with the process) and
-/// is in TMPDIR. Errors: a checkpoint that is itself quantized, evaluate's, a full disk. A scheme that the
-/// model does not fit is no error: its row says why.
+/// Rows in the order of `options.schemes`, then of `options.others`. The temporary file has no name (it
+/// vanishes with the process) and is in TMPDIR. Errors: a checkpoint that is itself quantized, evaluate's, a
+/// full disk. A scheme that the model does not fit is no error: its row says why.
 Result<std::vector<CompareRow>> compare(const Checkpoint& checkpoint, std::span<const std::int32_t> tokens,
                                         const CompareOptions& options = {});
 

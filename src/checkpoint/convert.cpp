@@ -178,6 +178,7 @@ Status Converter::plan_matrix(const TensorEntry& entry, const ExpertTensor& tens
   described.n = matrix.n;
   described.k = matrix.k;
   described.scale_format = scheme(options_.scheme).weight.scale;
+  if (options_.static_input) described.input_scale.emplace();
   for (compressed_tensors::StoredTensor& stored : compressed_tensors::layout(described))
     plan_.outputs.push_back(
         {matrix.module + std::string(stored.suffix), stored.dtype, std::move(stored.shape)});
@@ -218,7 +219,12 @@ Status Converter::run_job(const Job& job, const SafetensorsWriter& writer) try {
   } else {
     const std::uint64_t offset = job.begin - job.source->begin;
     const TensorView view = source_.view(*job.source);
-    status = writer.write(job.first_output, {view.data + offset, job.bytes()}, offset);
+    std::span<const std::byte> bytes{view.data, view.bytes};
+    if (options_.replacement) bytes = options_.replacement(*job.source).value_or(bytes);
+    if (bytes.size() != view.bytes)
+      return {Code::invalid_argument,
+              fmt::format("{}: {} bytes cannot replace {}", where(job), bytes.size(), view.bytes)};
+    status = writer.write(job.first_output, bytes.subspan(offset, job.bytes()), offset);
   }
   // The system maps pages around those that are touched, too: give back all that this job can have mapped.
   constexpr std::uint64_t window = 64 << 10;
@@ -242,10 +248,12 @@ Status Converter::quantize_matrix(const Job& job, const SafetensorsWriter& write
   const auto failed = [&](const Status& status) {
     return Status(status.code(), fmt::format("{}: {}", where(job), status.message()));
   };
-  const Result<ExpertMatrix> matrix = source_.expert(tensor.layer, *tensor.expert, tensor.projection);
-  if (!matrix.ok()) return matrix.status();
-  Result<QuantizedMatrix> quantized =
-      quantize(options_.scheme, std::get<MatrixView>(*matrix), options_.quantize);
+  Result<QuantizedMatrix> quantized = [&]() -> Result<QuantizedMatrix> {
+    if (options_.matrix) return options_.matrix(tensor.layer, *tensor.expert, tensor.projection);
+    const Result<ExpertMatrix> matrix = source_.expert(tensor.layer, *tensor.expert, tensor.projection);
+    if (!matrix.ok()) return matrix.status();
+    return quantize(options_.scheme, std::get<MatrixView>(*matrix), options_.quantize);
+  }();
   if (!quantized.ok()) return failed(quantized.status());
   Result<std::vector<std::vector<std::byte>>> stored = compressed_tensors::store(std::move(*quantized));
   if (!stored.ok()) return failed(stored.status());
@@ -264,7 +272,8 @@ std::string Converter::config() const {
     for (const TensorEntry& entry : source_.tensors())
       if (entry.shape.size() == 2 && entry.name.ends_with(".weight") && !source_.is_expert_tensor(entry.name))
         ignore.insert(entry.name.substr(0, entry.name.size() - std::string_view(".weight").size()));
-    config["quantization_config"] = compressed_tensors::config(row, {ignore.begin(), ignore.end()});
+    config["quantization_config"] =
+        compressed_tensors::config(row, {ignore.begin(), ignore.end()}, options_.static_input);
   }
   return config.dump(2) + "\n";
 }

@@ -16,7 +16,7 @@ struct RowKernels {
                           const float* zero, std::byte* out);
   using Decode = void (*)(const std::byte* in, std::int64_t k, std::int64_t group, const float* scale,
                           const float* zero, float* out);
-  using Error = double (*)(const float* x, std::int64_t count, float scale, float zero);
+  using Error = double (*)(const float* x, std::int64_t count, float scale, float zero, const float* weight);
   struct PerFormat {
     Encode encode = nullptr;
     Decode decode = nullptr;

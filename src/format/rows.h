@@ -173,15 +173,20 @@ void decode_row(const std::byte* in, std::int64_t k, std::int64_t group, const f
       });
 }
 
-/// Sum of squared errors of one group under (scale, zero); real = (code - zero) * real_scale.
+/// Sum of squared errors of one group under (scale, zero); real = (code - zero) * real_scale. `weight`
+/// [count] multiplies each square; nullptr: all are 1.
 template <Format F>
-double group_error(const float* x, std::int64_t count, float scale, float zero) {
+double group_error(const float* x, std::int64_t count, float scale, float zero, const float* weight) {
   const float d = divisor(scale);
   double sum = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
+  const auto add = [&](std::int64_t i, float factor) __attribute__((always_inline)) {
     const float error = x[i] - (decode<F>(quantized<F>(x[i], d, zero)) - zero) * scale;
-    sum += static_cast<double>(error) * error;
-  }
+    sum += static_cast<double>(error) * error * factor;
+  };
+  if (weight == nullptr)
+    for (std::int64_t i = 0; i < count; ++i) add(i, 1.0f);
+  else
+    for (std::int64_t i = 0; i < count; ++i) add(i, weight[i]);
   return sum;
 }
 

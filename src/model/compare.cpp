@@ -107,7 +107,7 @@ Status measure(const Decoder& decoder, std::span<const std::int32_t> tokens, con
     for (const double value : divergences) kl += value;
   };
   const auto progress = [&](std::int64_t done, std::int64_t total) {
-    if (options.progress) options.progress(row.scheme, done, total);
+    if (options.progress) options.progress(row.name, done, total);
   };
   auto loss = run_windows(decoder, tokens, options.window, visit, progress);
   if (!loss) return loss.status();
@@ -135,29 +135,37 @@ Result<std::vector<CompareRow>> compare(const Checkpoint& checkpoint, std::span<
                   fmt::format("{}: its experts are {} already: compare needs the unquantized model",
                               checkpoint.directory().string(), scheme(*stored).name));
   std::vector<SchemeId> schemes = options.schemes;
-  if (schemes.empty())
+  if (schemes.empty() && options.others.empty())
     for (std::size_t i = 0; i < all_schemes().size(); ++i) schemes.push_back(static_cast<SchemeId>(i));
 
   const std::uint64_t rows = tokens.size() / options.window * (options.window - 1);
   auto store = LogitsStore::create(rows, checkpoint.config().vocab, options.memory_bytes);
   if (!store) return store.status();
 
-  const auto run = [&](SchemeId id, bool is_base) -> CompareRow {
+  const auto run = [&](const Checkpoint& of, std::optional<SchemeId> id, bool is_base) -> CompareRow {
     CompareRow row;
-    row.scheme = id;
     DecoderOptions decoder_options = options.decoder;
     decoder_options.scheme = id;
-    const auto decoder = Decoder::load(checkpoint, decoder_options);
-    row.status = decoder ? measure(*decoder, tokens, options, is_base, *store, row) : decoder.status();
+    const auto decoder = Decoder::load(of, decoder_options);
+    row.scheme = decoder ? decoder->scheme() : id.value_or(*stored);
+    row.name = id ? scheme(*id).name : of.directory().string();
+    if (decoder && decoder->config().vocab != checkpoint.config().vocab)
+      row.status = {Code::invalid_argument,
+                    fmt::format("{} has a vocabulary of {}, {} one of {}", row.name, decoder->config().vocab,
+                                checkpoint.directory().string(), checkpoint.config().vocab)};
+    else
+      row.status = decoder ? measure(*decoder, tokens, options, is_base, *store, row) : decoder.status();
     return row;
   };
-  const CompareRow base = run(*stored, true);
+  const CompareRow base = run(checkpoint, *stored, true);
   if (!base.status.ok()) return base.status;
   std::vector<CompareRow> result;
-  for (const SchemeId id : schemes) {
-    result.push_back(id == *stored ? base : run(id, false));
+  const auto add = [&](CompareRow row) {
+    result.push_back(std::move(row));
     if (options.on_row) options.on_row(result.back());
-  }
+  };
+  for (const SchemeId id : schemes) add(id == *stored ? base : run(checkpoint, id, false));
+  for (const Checkpoint& other : options.others) add(run(other, std::nullopt, false));
   return result;
 }
 

@@ -3,167 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <utility>
 
-#include "format/row_kernels.h"
-#include "model/decoder_state.h"
-#include "model/softmax.h"
+#include "model/step.h"
 
 namespace gatefold {
 namespace {
 
 constexpr std::int64_t max_length = std::int64_t{1} << 24;  // positions are f32 in RoPE
-constexpr std::int64_t logits_at_once = std::int64_t{1} << 22;
-
-// y = x / sqrt(mean(x^2) + eps) * weight. May be in place.
-void rms_norm(const float* x, const std::vector<float>& weight, double eps, float* y) {
-  constexpr std::size_t lanes = 16;
-  const std::size_t size = weight.size();
-  float sums[lanes] = {};
-  std::size_t i = 0;
-  for (; i + lanes <= size; i += lanes)
-    for (std::size_t lane = 0; lane < lanes; ++lane) sums[lane] += x[i + lane] * x[i + lane];
-  float sum = 0;
-  for (; i < size; ++i) sum += x[i] * x[i];
-  for (const float value : sums) sum += value;
-  const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + static_cast<float>(eps));
-  for (i = 0; i < size; ++i) y[i] = x[i] * factor * weight[i];
-}
-
-float silu(float x) {
-  return x / (1.0f + std::exp(-x));
-}
-
-// Some tokens of one `forward`, through all layers.
-class Step {
- public:
-  Step(const Decoder::State& model, Sequence::State& sequence, std::int64_t tokens, std::int64_t final_length)
-      : model_(model),
-        config_(model.checkpoint.config()),
-        sequence_(sequence),
-        tokens_(tokens),
-        threads_(model.options.threads) {
-    const std::int64_t d = config_.head_dim;
-    for (auto* buffer : {&sequence.residual, &sequence.normed, &sequence.output})
-      buffer->resize(tokens * config_.hidden);
-    for (auto* buffer : {&sequence.queries, &sequence.attended}) buffer->resize(tokens * config_.heads * d);
-    for (auto* buffer : {&sequence.cos, &sequence.sin}) buffer->resize(tokens * d / 2);
-    model.rope.angles(sequence.length, tokens, final_length, sequence.cos.data(), sequence.sin.data());
-  }
-
-  void embed(const std::int32_t* ids) {
-    for (std::int64_t t = 0; t < tokens_; ++t)
-      row_kernels().widen(model_.embedding.dtype, model_.embedding.data,
-                          static_cast<std::int64_t>(ids[t]) * config_.hidden, config_.hidden,
-                          sequence_.residual.data() + t * config_.hidden);
-  }
-
-  void attend(const DecoderLayer& layer, Sequence::State::Cache& cache) {
-    const std::int64_t width = static_cast<std::int64_t>(config_.kv_heads) * config_.head_dim;
-    const std::int64_t length = sequence_.length + tokens_;
-    // First back to what is valid, so that all behind it is zero.
-    for (auto* buffer : {&cache.keys, &cache.values}) {
-      buffer->resize(sequence_.length * width);
-      buffer->resize((length + key_block - 1) / key_block * key_block * width);
-    }
-    float* keys = cache.keys.data() + sequence_.length * width;
-    normalize(layer.attention_norm);
-    multiply(layer.q, sequence_.normed, sequence_.queries.data());
-    multiply(layer.k, sequence_.normed, keys);
-    multiply(layer.v, sequence_.normed, cache.values.data() + sequence_.length * width);
-    rotate_heads(sequence_.queries.data(), config_.heads, layer.q_norm);
-    rotate_heads(keys, config_.kv_heads, layer.k_norm);
-    attention({config_.heads, config_.kv_heads, config_.head_dim, config_.sliding_window},
-              {sequence_.queries.data(), cache.keys.data(), cache.values.data(), sequence_.length, tokens_},
-              sequence_.attended.data(), threads_);
-    multiply(layer.o, sequence_.attended, sequence_.output.data());
-    add_output();
-  }
-
-  Status run_moe(const ExpertWeights& experts, const MoeInputs& inputs, const MoeOutputs& outputs) {
-    if (!sequence_.moe) {
-      Result<HostCalls> calls = HostCalls::create(*model_.plan);
-      if (!calls) return calls.status();
-      sequence_.moe = std::move(*calls);
-    }
-    return sequence_.moe->run(*model_.plan, experts, inputs, outputs);
-  }
-
-  // `index` and `first` (of the step within the call) are for the hook.
-  Status mlp(const DecoderLayer& layer, int index, std::int64_t first, const ForwardHooks& hooks) {
-    normalize(layer.mlp_norm);
-    if (layer.experts) {
-      const MatrixView input{sequence_.normed.data(), DType::f32, tokens_, config_.hidden};
-      const MutableMatrixView output{sequence_.output.data(), DType::f32, tokens_, config_.hidden};
-      MoeInputs inputs;
-      inputs.hidden = input;
-      MoeOutputs outputs;
-      outputs.hidden = output;
-      if (Status status = run_moe(*layer.experts, inputs, outputs); !status.ok())
-        return {status.code(), fmt::format("layer {}: {}", index, status.message())};
-      if (hooks.moe) hooks.moe(index, first, input, {output.data, DType::f32, tokens_, config_.hidden});
-    } else {
-      for (auto* buffer : {&sequence_.gate, &sequence_.up})
-        buffer->resize(tokens_ * config_.dense_intermediate);
-      multiply(layer.gate, sequence_.normed, sequence_.gate.data());
-      multiply(layer.up, sequence_.normed, sequence_.up.data());
-      for (std::size_t i = 0; i < sequence_.gate.size(); ++i)
-        sequence_.gate[i] = silu(sequence_.gate[i]) * sequence_.up[i];
-      multiply(layer.down, sequence_.gate, sequence_.output.data());
-    }
-    add_output();
-    return {};
-  }
-
-  // Of the step's tokens from `from` on; `first` is the step's first token within the call.
-  void logits(std::int64_t from, std::int64_t first, const ForwardHooks& hooks) {
-    normalize(model_.final_norm);
-    const std::int64_t at_once = std::clamp<std::int64_t>(logits_at_once / config_.vocab, 16, tokens_ + 16);
-    sequence_.logits.resize(std::min(at_once, tokens_) * config_.vocab);
-    for (std::int64_t t = from; t < tokens_; t += at_once) {
-      const std::int64_t rows = std::min(at_once, tokens_ - t);
-      apply(model_.head, sequence_.normed.data() + t * config_.hidden, sequence_.length + t, rows,
-            sequence_.logits.data(), threads_);
-      hooks.logits(first + t, rows, sequence_.logits.data());
-    }
-  }
-
- private:
-  void normalize(const std::vector<float>& weight) {
-#pragma omp parallel for num_threads(threads_) if (tokens_ > 16)
-    for (std::int64_t t = 0; t < tokens_; ++t)
-      rms_norm(sequence_.residual.data() + t * config_.hidden, weight, config_.rms_eps,
-               sequence_.normed.data() + t * config_.hidden);
-  }
-
-  void rotate_heads(float* x, int heads, const std::vector<float>& norm) {
-    const int d = config_.head_dim;
-#pragma omp parallel for num_threads(threads_) if (tokens_ > 16)
-    for (std::int64_t t = 0; t < tokens_; ++t) {
-      for (int head = 0; head < heads; ++head) {
-        float* at = x + (t * heads + head) * d;
-        if (!norm.empty()) rms_norm(at, norm, config_.rms_eps, at);
-        rotate(at, d, sequence_.cos.data() + t * d / 2, sequence_.sin.data() + t * d / 2);
-      }
-    }
-  }
-
-  void multiply(const DenseLayer& layer, const std::vector<float>& x, float* y) {
-    apply(layer, x.data(), sequence_.length, tokens_, y, threads_);
-  }
-
-  void add_output() {
-    for (std::size_t i = 0; i < sequence_.residual.size(); ++i) sequence_.residual[i] += sequence_.output[i];
-  }
-
-  const Decoder::State& model_;
-  const ModelConfig& config_;
-  Sequence::State& sequence_;
-  const std::int64_t tokens_;
-  const int threads_;
-};
 
 }  // namespace
 
@@ -177,6 +23,9 @@ void Sequence::clear() {
   state_->length = 0;
 }
 
+const Checkpoint& Decoder::checkpoint() const {
+  return state_->checkpoint;
+}
 const ModelConfig& Decoder::config() const {
   return state_->checkpoint.config();
 }

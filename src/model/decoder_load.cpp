@@ -123,25 +123,24 @@ Status check_supported(const ModelConfig& config, const DecoderOptions& options)
 
 }  // namespace
 
-Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions& options) {
+Result<std::shared_ptr<Decoder::State>> load_dense(const Checkpoint& checkpoint,
+                                                   const DecoderOptions& options) {
   const ModelConfig& config = checkpoint.config();
   if (Status status = check_supported(config, options); !status.ok()) return status;
   auto rope = Rope::create(config.rope, config.head_dim, config.max_positions);
   if (!rope) return rope.status();
 
-  auto state = std::make_shared<State>(State{.checkpoint = checkpoint,
-                                             .options = options,
-                                             .byte_level = false,
-                                             .embedding = {},
-                                             .layers = {},
-                                             .final_norm = {},
-                                             .head = {},
-                                             .rope = *rope,
-                                             .plan = {}});
+  auto state = std::make_shared<Decoder::State>(Decoder::State{.checkpoint = checkpoint,
+                                                               .options = options,
+                                                               .byte_level = false,
+                                                               .embedding = {},
+                                                               .layers = {},
+                                                               .final_norm = {},
+                                                               .head = {},
+                                                               .rope = *rope,
+                                                               .plan = {}});
   if (options.threads == 0) state->options.threads = omp_get_max_threads();
-  std::error_code ignored;
-  state->byte_level =
-      config.vocab == 256 && !std::filesystem::exists(checkpoint.directory() / "tokenizer.json", ignored);
+  state->byte_level = is_byte_level(checkpoint);
 
   TensorLoader loader(checkpoint);
   state->embedding = loader.matrix("model.embed_tokens.weight", config.vocab, config.hidden);
@@ -151,6 +150,14 @@ Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions
   for (int i = 0; i < config.layers && loader.status().ok(); ++i)
     state->layers.push_back(load_layer(loader, config, i));
   if (!loader.status().ok()) return loader.status();
+  return state;
+}
+
+Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions& options) {
+  const ModelConfig& config = checkpoint.config();
+  auto dense = load_dense(checkpoint, options);
+  if (!dense) return dense.status();
+  const std::shared_ptr<State> state = std::move(*dense);
 
   const PlanOptions plan_options{.max_tokens = options.max_tokens,
                                  .threads = state->options.threads,

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -34,6 +35,13 @@ struct Decoder::State {
   Rope rope;
   std::optional<MoePlan> plan;  // none: a model without MoE layers
 };
+
+/// Tokens are bytes.
+bool is_byte_level(const Checkpoint& checkpoint);
+
+/// All but the routed experts and the plan that runs them.
+Result<std::shared_ptr<Decoder::State>> load_dense(const Checkpoint& checkpoint,
+                                                   const DecoderOptions& options);
 
 struct Sequence::State {
   struct Cache {

@@ -194,13 +194,19 @@ Result<std::vector<std::int32_t>> read_tokens(const std::filesystem::path& file,
   }
 }
 
-Result<std::vector<std::int32_t>> text_tokens(const Decoder& decoder, std::string_view text) {
-  if (!decoder.byte_level())
+bool is_byte_level(const Checkpoint& checkpoint) {
+  std::error_code ignored;
+  return checkpoint.config().vocab == 256 &&
+         !std::filesystem::exists(checkpoint.directory() / "tokenizer.json", ignored);
+}
+
+Result<std::vector<std::int32_t>> text_tokens(const Checkpoint& checkpoint, std::string_view text) {
+  if (!is_byte_level(checkpoint))
     return Status(
         Code::invalid_argument,
         fmt::format("{} (vocab {}) needs a tokenizer, which gatefold does not have: give token ids in "
-                    "a .npy or .safetensors file (--tokens)",
-                    decoder.config().model_type, decoder.config().vocab));
+                    "a .npy or .safetensors file (--tokens, --calibration)",
+                    checkpoint.config().model_type, checkpoint.config().vocab));
   std::vector<std::int32_t> tokens;
   tokens.reserve(text.size());
   for (const char byte : text) tokens.push_back(static_cast<unsigned char>(byte));

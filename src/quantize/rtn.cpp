@@ -133,7 +133,7 @@ class RoundToNearest {
         for (std::size_t g = 0; g < groups_.size(); ++g)
           errors[g] +=
               kernels_[operand_.value].error(x + static_cast<std::int64_t>(g) * group_k_, group_size(g),
-                                             real_scale(candidates[g]), candidates[g].zero);
+                                             real_scale(candidates[g]), candidates[g].zero, nullptr);
       }
       for (std::size_t g = 0; g < groups_.size(); ++g)
         if (errors[g] < best[g]) {
