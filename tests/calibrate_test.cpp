@@ -135,7 +135,7 @@ TEST_F(CalibrateTest, FoldsAreExact) {
     changed |= std::memcmp(before.data, after.data, before.bytes) != 0;
     const auto fold = ratios(values(before), values(after));
     const auto shared = [&](const Checkpoint& of) {
-      const MatrixView matrix = *of.shared_expert(layer, Projection::up);
+      const auto matrix = std::get<MatrixView>(*of.shared_expert(layer, Projection::up));
       return TensorView{static_cast<const std::byte*>(matrix.data),
                         matrix.dtype,
                         {},

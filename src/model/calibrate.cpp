@@ -136,7 +136,7 @@ class Replacements {
     const SharedExpert& shared = checkpoint_.config().moe.shared;
     if (shared.intermediate == 0) return {};
     for (const Projection p : {Projection::gate, Projection::up}) {
-      const auto matrix = checkpoint_.shared_expert(layer, p);
+      const auto matrix = plain_shared_expert(checkpoint_, layer, p);
       if (!matrix) return matrix.status();
       const auto count = static_cast<std::size_t>(matrix->rows * matrix->cols);
       scale({static_cast<const std::byte*>(matrix->data),

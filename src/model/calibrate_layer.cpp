@@ -172,7 +172,7 @@ Status Layer::add_shared() {
   if (spec_.shared.intermediate == 0) return {};
   Floats parts[3];
   for (const Projection p : {Projection::gate, Projection::up, Projection::down}) {
-    const auto matrix = checkpoint_.shared_expert(layer_, p);
+    const auto matrix = plain_shared_expert(checkpoint_, layer_, p);
     if (!matrix) return matrix.status();
     parts[static_cast<int>(p)] = widened(*matrix);
   }
@@ -458,6 +458,14 @@ Result<QuantizedLayer> calibrate_layer(const Checkpoint& checkpoint, int layer,
 Status run_layer(const Checkpoint& checkpoint, int layer, const CalibrateOptions& options,
                  const QuantizedLayer& quantized, Stream& stream) {
   return Layer(checkpoint, layer, options, stream).run(quantized);
+}
+
+Result<MatrixView> plain_shared_expert(const Checkpoint& checkpoint, int layer, Projection projection) {
+  const auto matrix = checkpoint.shared_expert(layer, projection);
+  if (!matrix) return matrix.status();
+  if (const auto* view = std::get_if<MatrixView>(&*matrix)) return *view;
+  return Status(Code::unsupported, fmt::format("{}: layer {}: the shared expert is quantized already",
+                                               checkpoint.directory().string(), layer));
 }
 
 }  // namespace gatefold

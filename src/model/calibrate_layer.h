@@ -39,4 +39,7 @@ Result<QuantizedLayer> calibrate_layer(const Checkpoint& checkpoint, int layer,
 Status run_layer(const Checkpoint& checkpoint, int layer, const CalibrateOptions& options,
                  const QuantizedLayer& quantized, Stream& stream);
 
+/// A matrix of a layer's shared expert, which must not be quantized.
+Result<MatrixView> plain_shared_expert(const Checkpoint& checkpoint, int layer, Projection projection);
+
 }  // namespace gatefold

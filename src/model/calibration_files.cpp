@@ -125,7 +125,7 @@ Result<QuantizedLayer> LayerFile::layer(SchemeId id, const MoeSpec& spec) const 
 
 Result<CalibrationFiles> CalibrationFiles::open(const fs::path& destination, std::string job, bool resume) {
   fs::path name = destination.has_filename() ? destination : destination.parent_path();
-  CalibrationFiles files(name.parent_path() / ("." + name.filename().string() + ".calibration"),
+  CalibrationFiles files(name.parent_path() / fmt::format(".{}.calibration", name.filename().string()),
                          std::move(job));
   std::error_code error;
   if (fs::exists(destination, error))
