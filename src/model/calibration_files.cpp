@@ -165,6 +165,7 @@ Status CalibrationFiles::save(int layer, const QuantizedLayer& quantized) const 
   Result<StagingDirectory> staging = StagingDirectory::create(folder(layer));
   if (!staging) return staging.status();
   std::vector<PlannedTensor> plan;
+  plan.reserve(blobs.size());
   for (const Blob& blob : blobs)
     plan.push_back({blob.name, DType::u8, {static_cast<std::int64_t>(blob.bytes.size())}});
   const auto writer = SafetensorsWriter::create(staging->path(), plan, ~std::uint64_t{0} >> 1);

@@ -157,7 +157,7 @@ Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions
   const ModelConfig& config = checkpoint.config();
   auto dense = load_dense(checkpoint, options);
   if (!dense) return dense.status();
-  const std::shared_ptr<State> state = std::move(*dense);
+  std::shared_ptr<State> state = std::move(*dense);
 
   const PlanOptions plan_options{.max_tokens = options.max_tokens,
                                  .threads = state->options.threads,
