@@ -26,6 +26,7 @@ inline QuantizedMatrix make_matrix(SchemeId id, std::int64_t n, std::int64_t k) 
 /// Row j becomes what was row order[j]. Of schemes with scales of their own for each row.
 inline void permute_rows(QuantizedMatrix& matrix, const std::vector<std::int32_t>& order) {
   const auto permute = [&](std::vector<std::byte>& part) {
+    if (part.empty()) return;
     const std::size_t row = part.size() / order.size();
     const std::vector<std::byte> from = part;
     for (std::size_t j = 0; j < order.size(); ++j)
