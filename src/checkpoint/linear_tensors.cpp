@@ -56,7 +56,7 @@ std::vector<std::byte> read_bytes(const Source& source, const TensorEntry& entry
 std::vector<std::int32_t> read_i32(const Source& source, const TensorEntry& entry) {
   const TensorView view = source.view(entry);
   std::vector<std::int32_t> values(view.bytes / 4);
-  std::memcpy(values.data(), view.data, view.bytes);
+  if (!values.empty()) std::memcpy(values.data(), view.data, view.bytes);
   return values;
 }
 
