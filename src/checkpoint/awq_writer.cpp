@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/awq.h"
+#include "checkpoint/linear_tensors.h"
 #include "checkpoint/linear_writer.h"
 
 namespace gatefold {
@@ -24,19 +25,14 @@ Result<std::vector<WrittenTensor>> store(QuantizedMatrix matrix) {
 
   std::vector<std::uint32_t> codes(static_cast<std::size_t>(m.k * m.n / 8)),
       zeros(static_cast<std::size_t>(m.groups * m.n / 8));
-  std::vector<std::byte> transposed(scales->size());
   for (std::int64_t r = 0; r < m.n; ++r) {
     const int shift = kAwqNibble[r % 8] * 4;
     for (std::int64_t i = 0; i < m.k; ++i)
       codes[static_cast<std::size_t>((i * m.n + r) / 8)] |=
           static_cast<std::uint32_t>(m.codes[static_cast<std::size_t>(r * m.k + i)]) << shift;
-    for (std::int64_t g = 0; g < m.groups; ++g) {
+    for (std::int64_t g = 0; g < m.groups; ++g)
       zeros[static_cast<std::size_t>((g * m.n + r) / 8)] |=
           static_cast<std::uint32_t>(m.zeros[static_cast<std::size_t>(r * m.groups + g)]) << shift;
-      for (std::int64_t byte = 0; byte < 2; ++byte)
-        transposed[static_cast<std::size_t>((g * m.n + r) * 2 + byte)] =
-            (*scales)[static_cast<std::size_t>((r * m.groups + g) * 2 + byte)];
-    }
   }
   std::vector<WrittenTensor> tensors;
   tensors.push_back({".qweight", DType::i32, {m.k, m.n / 8}, to_bytes(codes)});
@@ -44,7 +40,7 @@ Result<std::vector<WrittenTensor>> store(QuantizedMatrix matrix) {
   tensors.push_back({".scales",
                      format == formats::bf16 ? DType::bf16 : DType::f16,
                      {m.groups, m.n},
-                     std::move(transposed)});
+                     transpose(scales->data(), m.n, m.groups, 2)});
   return tensors;
 }
 

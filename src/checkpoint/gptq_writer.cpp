@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/linear_tensors.h"
 #include "checkpoint/linear_writer.h"
 
 namespace gatefold {
@@ -31,16 +32,10 @@ Result<std::vector<WrittenTensor>> store(QuantizedMatrix matrix) {
       zeros[static_cast<std::size_t>(g * (m.n / each) + r / each)] |= zero << (r % each * m.bits);
     }
   }
-  std::vector<std::byte> transposed(scales->size());
-  for (std::int64_t r = 0; r < m.n; ++r)
-    for (std::int64_t g = 0; g < m.groups; ++g)
-      for (std::int64_t byte = 0; byte < 2; ++byte)
-        transposed[static_cast<std::size_t>((g * m.n + r) * 2 + byte)] =
-            (*scales)[static_cast<std::size_t>((r * m.groups + g) * 2 + byte)];
   std::vector<WrittenTensor> tensors;
   tensors.push_back({".qweight", DType::i32, {m.k / each, m.n}, to_bytes(codes)});
   tensors.push_back({".qzeros", DType::i32, {m.groups, m.n / each}, to_bytes(zeros)});
-  tensors.push_back({".scales", DType::f16, {m.groups, m.n}, std::move(transposed)});
+  tensors.push_back({".scales", DType::f16, {m.groups, m.n}, transpose(scales->data(), m.n, m.groups, 2)});
   tensors.push_back({".g_idx", DType::i32, {m.k}, to_bytes(m.group_of)});
   return tensors;
 }
