@@ -20,11 +20,11 @@ struct Columns {
   int odd;  ///< from an even block of 8 columns to the next
 
   /// Tokens that the item lacks are its last one, and are not used.
-  __device__ __forceinline__ void set(const Stage& stage, int slice, int lane) {
+  __device__ __forceinline__ void set(const Round& round, int slice, int lane) {
     constexpr PackedFormat P = T::P;
     for (int t = 0; t < T::tiles; ++t)
       offsets[t] = T::inputs_at + (slice * kRecordColumns + P.column(lane % 4, 0)) * 2 +
-                   min(t * kTileTokens + lane / 4, stage.count - 1) * T::input_stride(stage.slices);
+                   min(t * kTileTokens + lane / 4, round.count - 1) * T::input_stride(round.slices);
     if (P.folded) odd = 16 - lane / 2 % 2 * 32;
   }
   /// A multiprocessor reads the 16 bytes of 8 lanes at once, four of each of two tokens, from different
@@ -41,12 +41,12 @@ template <class T>
 struct ColumnScales {
   const float* scales[T::record_scales ? T::tiles : 1][2];
 
-  __device__ void set(const GemmArgs& args, const Items& items, const Stage& stage, int lane) {
+  __device__ void set(const GemmArgs& args, const Items& items, const Round& round, int lane) {
     const GemmInputs& in = args.inputs;
     for (int t = 0; t < T::tiles; ++t)
       for (int c = 0; c < 2; ++c) {
-        const int token = min(t * kTileTokens + lane % 4 * 2 + c, stage.count - 1);
-        const std::int64_t row = items.slot(stage.first + token) / in.slots_of_row;
+        const int token = min(t * kTileTokens + lane % 4 * 2 + c, round.count - 1);
+        const std::int64_t row = items.slot(round.first + token) / in.slots_of_row;
         scales[t][c] = in.record_scales + row * (in.stride / kRecordColumns);
       }
   }
@@ -200,43 +200,43 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
                                                 std::byte* memory) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Sums<T> sums = {};
-  // Of the round:
+  Round round;
   Columns<T> columns;
   ColumnScales<T> column_scales;
-  int slice = 0;  // of warps without a group: larger than any step
+  int step = 0, slice = 0;  // slice of warps without a group: larger than any step
   for (Place<T> place;; place.advance()) {
     wait_barrier(ring.full + place.index, place.parity);
-    const Steps now = ring.stages[place.index];
-    if (now.groups == 0) return;
-    if (now.step == 0) {
-      const Stage& round = ring.stages[place.index];
-      columns.set(round, now.slice(warp), lane);
-      slice = now.row(warp) < now.groups ? now.slice(warp) : INT_MAX / 2;
+    if (step == 0) {
+      round = ring.round_of(place);
+      if (round.groups == 0) return;
+      columns.set(round, round.slice(warp), lane);
+      slice = round.row(warp) < round.groups ? round.slice(warp) : INT_MAX / 2;
       if constexpr (T::record_scales) column_scales.set(args, items, round, lane);
     }
     std::byte* stage = memory + place.index * T::stage_bytes;
-    const int step = now.step + slice;
-    if (step < args.steps) {
+    if (step + slice < args.steps) {
       float x_scales[T::tiles][2];
       if constexpr (T::record_scales)
         for (int t = 0; t < T::tiles; ++t)
-          for (int c = 0; c < 2; ++c) x_scales[t][c] = column_scales.scales[t][c][step];
+          for (int c = 0; c < 2; ++c) x_scales[t][c] = column_scales.scales[t][c][step + slice];
       // Without branches inside, loads of one tile overlap with multiplies of another.
       const std::byte* own = stage + warp * T::step_bytes;
       const std::byte* extra =
           T::P.apart() ? stage + T::extras_at + warp * T::step_extra_bytes : own + T::P.value_bytes();
-      if (constexpr int most = T::tiles; most == 1 || now.count > most / 2 * kTileTokens)
+      if (constexpr int most = T::tiles; most == 1 || round.count > most / 2 * kTileTokens)
         multiply_step<T, most>(own, extra, stage, columns, lane, x_scales, sums);
       else
         multiply_step<T, (most + 1) / 2>(own, extra, stage, columns, lane, x_scales, sums);
     }
-    const bool last = now.last(args);
-    if (last) {
-      const Stage round = ring.stages[place.index];
-      if (now.slices == 1) ring.release(place);
-      finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
+    step += round.slices;
+    if (step < args.steps) {
+      ring.release(place);
+      continue;
     }
-    if (!last || now.slices > 1) ring.release(place);
+    step = 0;
+    if (round.slices == 1) ring.release(place);
+    finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
+    if (round.slices > 1) ring.release(place);
   }
 }
 

@@ -61,12 +61,12 @@ __device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, in
 
 /// The two rows and two columns that this lane has of a unit and tile.
 template <class T>
-__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& items, const Stage& stage,
+__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& items, const Round& round,
                                             int unit, int tile, int lane, const float4& sums) {
   constexpr auto power = static_cast<float>(1 << decoded_power<T::P, T::M>());
   float low = power, high = power;
   if constexpr (T::P.row_scale) {
-    const auto* scales = reinterpret_cast<const float*>(args.weights + stage.expert * args.expert_stride) +
+    const auto* scales = reinterpret_cast<const float*>(args.weights + round.expert * args.expert_stride) +
                          unit * kUnitRows + lane / 4;
     low *= scales[0];
     high *= scales[8];
@@ -74,29 +74,29 @@ __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& i
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int column = tile * kTileTokens + lane % 4 * 2 + c;
-    if (column >= stage.count) continue;
-    const int slot = items.slot(stage.first + column);
+    if (column >= round.count) continue;
+    const int slot = items.slot(round.first + column);
     const float* scales = args.inputs.row_scales;
     const float scale = scales == nullptr ? 1.0f : scales[slot / args.inputs.slots_of_row];
     const float both[2] = {(c == 0 ? sums.x : sums.y) * low * scale,
                            (c == 0 ? sums.z : sums.w) * high * scale};
     if (args.kind == GemmKind::gate_up)
-      finish_gate_up(args, stage.expert, unit, slot, both[0], both[1]);
+      finish_gate_up(args, round.expert, unit, slot, both[0], both[1]);
     else
-      finish_down(args, stage.expert, unit, slot, both);
+      finish_down(args, round.expert, unit, slot, both);
   }
 }
 
 /// The end of a round, by all warps that multiply. Warps that share a group leave their sums to each other in
 /// the memory of the last stage; each adds up and finishes some of the tiles, in the order of slices.
 template <class T>
-__device__ __forceinline__ void finish_round(const GemmArgs& args, const Items& items, const Stage& stage,
+__device__ __forceinline__ void finish_round(const GemmArgs& args, const Items& items, const Round& round,
                                              int warp, int lane, Sums<T>& sums, float4* partials) {
-  const int tiles = (stage.count + kTileTokens - 1) / kTileTokens;
-  const int row = stage.row(warp), slice = stage.slice(warp);
-  const int first_unit = (stage.group + row) * kGroupUnits;
+  const int tiles = (round.count + kTileTokens - 1) / kTileTokens;
+  const int row = round.row(warp), slice = round.slice(warp);
+  const int first_unit = (round.group + row) * kGroupUnits;
   constexpr int parts = kGroupUnits * T::shared_tiles;
-  if (stage.slices > 1) {
+  if (round.slices > 1) {
     sync_threads<T::warps * 32>();  // all have read the stage
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
@@ -106,22 +106,22 @@ __device__ __forceinline__ void finish_round(const GemmArgs& args, const Items& 
     sync_threads<T::warps * 32>();
   }
 #pragma unroll 1
-  for (int i = slice; row < stage.groups && i < kGroupUnits * tiles; i += stage.slices) {
+  for (int i = slice; row < round.groups && i < kGroupUnits * tiles; i += round.slices) {
     float4 sum{};
-    if (stage.slices == 1) {
+    if (round.slices == 1) {
 #pragma unroll
       for (int own = 0; own < kGroupUnits * T::tiles; ++own) {
         const auto& s = sums[own % kGroupUnits][own / kGroupUnits];
         if (i == own) sum = {s[0], s[1], s[2], s[3]};
       }
     }
-    for (int from = 0; stage.slices > 1 && from < stage.slices; ++from) {
+    for (int from = 0; round.slices > 1 && from < round.slices; ++from) {
       const float4 part = partials[((warp - slice + from) * parts + i) * 32 + lane];
       sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
     }
-    finish_tile<T>(args, items, stage, first_unit + i % kGroupUnits, i / kGroupUnits, lane, sum);
+    finish_tile<T>(args, items, round, first_unit + i % kGroupUnits, i / kGroupUnits, lane, sum);
   }
-  if (stage.slices > 1) shared_memory_to_copies();
+  if (round.slices > 1) shared_memory_to_copies();
 #pragma unroll
   for (auto& unit : sums)
     for (auto& tile : unit)

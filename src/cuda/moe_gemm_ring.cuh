@@ -63,22 +63,16 @@ struct GemmTraits {
                 weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
 };
 
-/// What a stage holds: steps [step, step + slices) of `groups` groups, for `count` tokens; slices is a power
-/// of two.
-struct alignas(16) Steps {
-  int groups;  ///< 0: the work is done
-  int step, slices, count;
+/// `groups` groups of units from `group` on, by the tokens of an item: `slices` warps, a power of two, share a
+/// group. The stages of a round hold the steps [0, slices), [slices, 2 slices) ..
+struct alignas(16) Round {
+  std::int16_t groups;  ///< 0: the work is done
+  std::uint8_t slices, count;
+  std::int32_t expert, first, group;
 
   /// The group and the slice of a warp.
-  __device__ __forceinline__ int row(int warp) const { return warp >> (31 - __clz(slices)); }
+  __device__ __forceinline__ int row(int warp) const { return warp >> (31 - __clz(static_cast<int>(slices))); }
   __device__ __forceinline__ int slice(int warp) const { return warp & (slices - 1); }
-  /// Whether the round ends with it.
-  __device__ __forceinline__ bool last(const GemmArgs& args) const { return step + slices >= args.steps; }
-};
-/// The same, and what all stages of a round have: an item, and the first group.
-struct Stage : Steps {
-  alignas(16) int expert;
-  int first, group;
 };
 
 /// The items of a call, and the slots of their tokens.
@@ -107,7 +101,8 @@ __device__ __forceinline__ int split(int total, int parts, int part) {
 template <class T>
 struct Rounds {
   int item, group, left;  ///< the next round's first group; groups of the block
-  Stage next;
+  Round round;
+  int step;  ///< the stage's first one
 
   __device__ void begin(const GemmArgs& args, const Items& items) {
     const int groups = items.count * args.groups;
@@ -119,7 +114,8 @@ struct Rounds {
   }
 
   __device__ void begin_round(const GemmArgs& args, const Items& items) {
-    next.groups = 0;
+    step = 0;
+    round.groups = 0;
     if (left == 0) return;
     const Item tokens = items.at<T>(args, item);
     const int most = min(left, args.groups - group);
@@ -128,15 +124,20 @@ struct Rounds {
     while (slices > 1 && (tokens.count > T::shared_tiles * kTileTokens ||
                           tokens.count * T::input_stride(slices) > T::input_bytes))
       slices /= 2;
-    next = {{groups, 0, slices, tokens.count}, tokens.expert, tokens.first, group};
+    round = {static_cast<std::int16_t>(groups),
+             static_cast<std::uint8_t>(slices),
+             static_cast<std::uint8_t>(tokens.count),
+             tokens.expert,
+             tokens.first,
+             group};
     left -= groups;
     group += groups;
     if (group == args.groups) group = 0, ++item;
   }
 
   __device__ void advance(const GemmArgs& args, const Items& items) {
-    next.step += next.slices;
-    if (next.step >= args.steps) begin_round(args, items);
+    step += round.slices;
+    if (step >= args.steps) begin_round(args, items);
   }
 };
 
@@ -157,13 +158,20 @@ struct Place {
 template <class T>
 struct RingState {
   std::uint64_t full[T::stages], empty[T::stages];
-  Stage stages[T::stages];
+  Round rounds[T::stages];
 
   __device__ void init() {
     if (threadIdx.x >= T::stages) return;
     init_barrier(full + threadIdx.x, 1 + 32);
     init_barrier(empty + threadIdx.x, T::warps);
     publish_barriers();
+  }
+  /// What a stage belongs to, read by the lane that releases it.
+  __device__ __forceinline__ Round round_of(const Place<T>& place) const {
+    int4 words{};
+    if (threadIdx.x % 32 == 0) words = *reinterpret_cast<const int4*>(rounds + place.index);
+    for (int* word : {&words.x, &words.y, &words.z, &words.w}) *word = __shfl_sync(~0u, *word, 0);
+    return *reinterpret_cast<const Round*>(&words);
   }
   /// This warp has read a stage.
   __device__ __forceinline__ void release(const Place<T>& place) {
@@ -183,23 +191,23 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
   int filled = 0;
   for (Place<T> place;; place.advance(), rounds.advance(args, items)) {
     if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
-    const Stage& stage = rounds.next;
+    const Round& round = rounds.round;
     std::uint64_t* full = ring.full + place.index;
-    const int steps = min(stage.slices, args.steps - stage.step);
+    const int steps = min(static_cast<int>(round.slices), args.steps - rounds.step);
     if (lane == 0) {
-      ring.stages[place.index] = stage;
-      expect_bytes(full, steps * stage.groups * (T::step_bytes + T::step_extra_bytes));
+      ring.rounds[place.index] = round;
+      expect_bytes(full, steps * round.groups * (T::step_bytes + T::step_extra_bytes));
     }
     __syncwarp();
-    if (stage.groups == 0) return;
-    if (lane < stage.groups) {
-      const std::int64_t step = static_cast<std::int64_t>(stage.group + lane) * args.steps + stage.step;
-      const std::byte* weights = args.weights + stage.expert * args.expert_stride + begin;
+    if (round.groups == 0) return;
+    if (lane < round.groups) {
+      const std::int64_t step = static_cast<std::int64_t>(round.group + lane) * args.steps + rounds.step;
+      const std::byte* weights = args.weights + round.expert * args.expert_stride + begin;
       std::byte* to = memory + place.index * T::stage_bytes;
-      copy_bulk(to + lane * stage.slices * T::step_bytes, weights + step * T::step_bytes,
+      copy_bulk(to + lane * round.slices * T::step_bytes, weights + step * T::step_bytes,
                 steps * T::step_bytes, full);
       if constexpr (T::P.apart())
-        copy_bulk(to + T::extras_at + lane * stage.slices * T::step_extra_bytes,
+        copy_bulk(to + T::extras_at + lane * round.slices * T::step_extra_bytes,
                   weights + static_cast<std::int64_t>(args.groups) * args.steps * T::step_bytes +
                       step * T::step_extra_bytes,
                   steps * T::step_extra_bytes, full);
@@ -217,25 +225,25 @@ __device__ void copy_inputs(const GemmArgs& args, const Items& items, RingState<
   rounds.begin(args, items);
   int filled = 0;
   for (Place<T> place;; place.advance(), rounds.advance(args, items)) {
-    const Stage& stage = rounds.next;
-    if (stage.groups != 0 && stage.step == 0)
+    const Round& round = rounds.round;
+    if (round.groups != 0 && rounds.step == 0)
 #pragma unroll
       for (int i = 0; i < T::tokens / 2; ++i) {
-        const int token = min(2 * i + half, stage.count - 1);
-        rows[i] = in.rows + items.slot(stage.first + token) / in.slots_of_row * in.stride + column;
+        const int token = min(2 * i + half, round.count - 1);
+        rows[i] = in.rows + items.slot(round.first + token) / in.slots_of_row * in.stride + column;
       }
     if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
     std::byte* to = memory + place.index * T::stage_bytes + T::inputs_at +
-                    half * T::input_stride(stage.slices) + column * 2;
-    const int steps = stage.groups == 0 ? 0 : min(stage.slices, args.steps - stage.step);
+                    half * T::input_stride(round.slices) + column * 2;
+    const int steps = round.groups == 0 ? 0 : min(static_cast<int>(round.slices), args.steps - rounds.step);
     for (int step = 0; step < steps; ++step)
 #pragma unroll
       for (int i = 0; i < T::tokens / 2; ++i)
-        if (2 * i + half < stage.count)
-          copy_16_bytes(to + 2 * i * T::input_stride(stage.slices) + step * kRecordColumns * 2,
-                        rows[i] + (stage.step + step) * kRecordColumns);
+        if (2 * i + half < round.count)
+          copy_16_bytes(to + 2 * i * T::input_stride(round.slices) + step * kRecordColumns * 2,
+                        rows[i] + (rounds.step + step) * kRecordColumns);
     arrive_after_copies(ring.full + place.index);
-    if (stage.groups == 0) return;
+    if (round.groups == 0) return;
   }
 }
 
