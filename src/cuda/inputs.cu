@@ -1,13 +1,17 @@
-#include "cuda/encode.cuh"
-#include "cuda/inputs.h"
+#include <cooperative_groups.h>
+
+#include <algorithm>
+
 #include "cuda/launch.cuh"
-#include "format/scale_rule.h"
+#include "cuda/rounding.cuh"
 
 namespace gatefold::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kPerLane = kRecordColumns / 32;  // neighbours in k
+constexpr int kThreads = 256;
+constexpr int kPerThread = 8;  // neighbours in k
+constexpr int kPiece = kThreads * kPerThread;
+constexpr int kMostBlocks = 8;  // of a row: a cluster
 
 struct Row {
   const InputArgs& args;
@@ -15,27 +19,34 @@ struct Row {
 
   __device__ Row(const InputArgs& a, std::int64_t i) : args(a), row(i), from(i / a.divisor) {}
 
-  /// Numbers k .. k + 3; those from K on are 0.
-  __device__ __forceinline__ void load(std::int64_t k, float (&x)[kPerLane]) const {
+  /// Numbers k .. k + 7; those from K on are 0.
+  __device__ __forceinline__ void load(std::int64_t k, float (&x)[kPerThread]) const {
     const std::int64_t at = from * args.x.cols + k;
-    if (args.x.cols % kPerLane != 0 || reinterpret_cast<std::uintptr_t>(args.x.data) % 16 != 0) {
-      for (int i = 0; i < kPerLane; ++i) x[i] = k + i < args.x.cols ? load(k + i) : 0.0f;
+    if (args.x.cols % kPerThread != 0 || reinterpret_cast<std::uintptr_t>(args.x.data) % 16 != 0) {
+#pragma unroll 1
+      for (int i = 0; i < kPerThread; ++i) {
+        const float number = k + i < args.x.cols ? load(at + i) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kPerThread; ++j)  // without indices that are not constant
+          if (i == j) x[j] = number;
+      }
     } else if (k >= args.x.cols) {
       for (float& number : x) number = 0;
     } else if (args.x.dtype == DType::f32) {
-      *reinterpret_cast<float4*>(x) =
-          *reinterpret_cast<const float4*>(static_cast<const float*>(args.x.data) + at);
+      const auto* numbers = reinterpret_cast<const float4*>(static_cast<const float*>(args.x.data) + at);
+      const float4 low = numbers[0], high = numbers[1];
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     } else {
-      const auto codes =
-          *reinterpret_cast<const ushort4*>(static_cast<const std::uint16_t*>(args.x.data) + at);
-      const std::uint32_t each[kPerLane] = {codes.x, codes.y, codes.z, codes.w};
-      for (int i = 0; i < kPerLane; ++i) x[i] = decode_16bit(each[i]);
+      const uint4 codes =
+          *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(args.x.data) + at);
+      const std::uint32_t pairs[4] = {codes.x, codes.y, codes.z, codes.w};
+      for (int i = 0; i < kPerThread; ++i) x[i] = decode_16bit(pairs[i / 2] >> (i % 2 * 16) & 0xffff);
     }
   }
 
  private:
-  __device__ float load(std::int64_t k) const {
-    const std::int64_t at = from * args.x.cols + k;
+  __device__ float load(std::int64_t at) const {
     if (args.x.dtype == DType::f32) return static_cast<const float*>(args.x.data)[at];
     return decode_16bit(static_cast<const std::uint16_t*>(args.x.data)[at]);
   }
@@ -44,17 +55,6 @@ struct Row {
   }
 };
 
-/// Largest magnitude of finite numbers.
-__device__ float amax_of(const float (&x)[kPerLane]) {
-  float amax = 0;
-  for (const float number : x)
-    if (number - number == 0) amax = fmaxf(amax, fabsf(number));
-  return amax;
-}
-__device__ float max_over(float x, int lanes) {
-  for (int step = lanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
 __device__ float max_over_block(float x) {
   __shared__ float warps[kThreads / 32];
   x = max_over(x, 32);
@@ -64,15 +64,30 @@ __device__ float max_over_block(float x) {
   __syncthreads();
   return x;
 }
-__device__ float row_amax(const Row& row) {
-  float amax = 0;
-#pragma unroll 4
-  for (std::int64_t k = threadIdx.x * kPerLane; k < row.args.x.cols; k += kThreads * kPerLane) {
-    alignas(16) float x[kPerLane];
-    row.load(k, x);
-    amax = fmaxf(amax, amax_of(x));
+
+/// For the row's blocks, a cluster. All have to be there already.
+__device__ float max_over_cluster(float x) {
+  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  const unsigned blocks = cluster.num_blocks();
+  x = max_over_block(x);
+  if (blocks == 1) return x;
+  __shared__ float of_blocks[kMostBlocks];
+  if (threadIdx.x < blocks) *cluster.map_shared_rank(of_blocks + cluster.block_rank(), threadIdx.x) = x;
+  cluster.sync();
+  for (unsigned block = 0; block < blocks; ++block) x = fmaxf(x, of_blocks[block]);
+  return x;
+}
+
+/// The largest magnitude of x, and of numbers k, k + step, .. and their neighbours.
+__device__ __forceinline__ float amax_of_pieces(const Row& row, std::int64_t k, std::int64_t step,
+                                                const float (&x)[kPerThread]) {
+  float amax = amax_of(x);
+  for (; k < row.args.x.cols; k += step) {
+    float more[kPerThread];
+    row.load(k, more);
+    amax = fmaxf(amax, amax_of(more));
   }
-  return max_over_block(amax);
+  return amax;
 }
 
 __device__ bool is_there(const InputArgs& args, std::int64_t row) {
@@ -88,117 +103,68 @@ __device__ __forceinline__ void wait_and_let_start(const InputArgs& args) {
 
 __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
   wait_and_let_start(args);
-  const float amax = is_there(args, blockIdx.x) ? row_amax(Row(args, blockIdx.x)) : 0.0f;
+  float amax = 0;
+  if (is_there(args, blockIdx.x))
+    amax = amax_of_pieces(Row(args, blockIdx.x), threadIdx.x * kPerThread, kPiece, {});
+  amax = max_over_block(amax);
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
 }
 
-/// Scales for the row: `whole` for one scale a row or tensor, `two_level` beside block scales.
-struct RowScales {
-  float whole = 1.0f;
-  TensorScale two_level;
-};
-template <class Activation>
-__device__ RowScales scales_of(const Row& row) {
-  constexpr Operand a = Activation::operand;
-  const InputArgs& args = row.args;
-  RowScales scales;
-  if constexpr (!has_row_scales(a)) return scales;
-  if ((a.group.n == 0 || a.tensor_scale.stored()) && args.static_scales != nullptr) {
-    scales.two_level = args.static_scales[args.ids[row.row]];
-    scales.whole = scales.two_level.apply(1.0f);
-    return scales;
-  }
-  float amax = 0;
-  if constexpr (a.group.n == 0) {
-    for (std::int64_t i = threadIdx.x; i < args.x.rows; i += kThreads) amax = fmaxf(amax, args.amax[i]);
-    amax = max_over_block(amax);
-  } else {
-    amax = row_amax(row);
-  }
-  if constexpr (a.tensor_scale.stored()) {
-    scales.two_level = {tensor_scale(a, amax), false};
-    scales.whole = scales.two_level.value;
-  } else {
-    scales.whole = whole_scale<formats::f32>(a, amax);
-  }
-  return scales;
-}
-
-/// What numbers are divided by before they become codes, and what a code's value is multiplied by.
-struct GroupFactors {
-  float divisor = 1.0f, fold = 1.0f, record = 1.0f;
-};
-template <class Activation>
-__device__ GroupFactors group_factors(const RowScales& row, float amax) {
-  constexpr Operand a = Activation::operand;
-  if constexpr (!a.quantized()) {
-    return {};
-  } else if constexpr (a.group.k == 0) {
-    return {row.whole, 1.0f, 1.0f};
-  } else {
-    const float block = group_scale<a.scale>(a, {0, amax}, row.two_level).scale;
-    if constexpr (has_record_scales(a)) return {block, 1.0f, block};
-    return {a.tensor_scale.stored() ? row.two_level.apply(block) : block, block, 1.0f};
-  }
-}
-
-/// The value of x's code.
-template <Format F>
-__device__ __forceinline__ float round_fast(float x) {
-  if constexpr (F == formats::e4m3) {
-    if (fabsf(x) < 0x1p60f) return decode_e4m3(encode_pair<F>(x, 0) & 0xff);
-  } else if constexpr (F == formats::int8) {
-    if (fabsf(x) < 0x1p60f) return static_cast<float>(static_cast<std::int32_t>(encode_int8(x)));
-  }
-  return round_to<F>(x);
-}
-
-/// x as its operand has it: the value of its code, in 16 bits.
-template <class Activation>
-__device__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
-  constexpr Format value = Activation::operand.value;
-  if constexpr (!Activation::operand.quantized()) {
-    return encode<value>(x);
-  } else {
-    const float scaled = x / (factors.divisor > 0 ? factors.divisor : __int_as_float(0x7f800000));
-    return encode<formats::bf16>(round_fast<value>(scaled) * factors.fold);
-  }
-}
-
+/// Blocks of a cluster have a row, and take its pieces in turn.
 template <class Activation>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
-  wait_and_let_start(args);
-  if (!is_there(args, blockIdx.x)) return;
-  const Row row(args, blockIdx.x);
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a);
-  const RowScales scales = scales_of<Activation>(row);
-  if (threadIdx.x == 0 && with_row_scales) args.row_scales[row.row] = scales.whole;
+  constexpr bool may_be_static = a.group.n == 0 || a.tensor_scale.stored();
+  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  const int blocks = static_cast<int>(cluster.num_blocks()), block = static_cast<int>(cluster.block_rank());
+  const bool with_static = may_be_static && args.static_scales != nullptr;
+  if constexpr (with_row_scales)
+    if (blocks > 1 && !with_static) cluster.sync();  // see max_over_cluster
+  wait_and_let_start(args);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 4
-  for (std::int64_t record = warp; record < args.stride / kRecordColumns; record += kThreads / 32) {
-    const std::int64_t k = record * kRecordColumns + lane * kPerLane;
-    alignas(16) float x[kPerLane];
-    row.load(k, x);
+  const Row row(args, blockIdx.x / blocks);
+  if (!is_there(args, row.row)) return;
+  std::int64_t k = block * kPiece + static_cast<std::int64_t>(threadIdx.x) * kPerThread;
+  const std::int64_t step = static_cast<std::int64_t>(blocks) * kPiece;
+  float x[kPerThread];
+  row.load(k, x);
+
+  RowScales scales;
+  if constexpr (with_row_scales) {
+    if (with_static) {
+      scales = RowScales::of_static(args.static_scales[args.ids[row.row]]);
+    } else if constexpr (a.group.n == 0) {
+      float amax = 0;
+      for (std::int64_t i = threadIdx.x; i < args.x.rows; i += kThreads) amax = fmaxf(amax, args.amax[i]);
+      scales = RowScales::of_amax<Activation>(max_over_block(amax));
+    } else {
+      scales = RowScales::of_amax<Activation>(max_over_cluster(amax_of_pieces(row, k + step, step, x)));
+    }
+    if (block == 0 && threadIdx.x == 0) args.row_scales[row.row] = scales.whole;
+  }
+
+  const int lane = threadIdx.x % 32;
+  while (k - lane * kPerThread < args.stride) {  // the same for a warp
     constexpr int group = a.group.k == 0 ? kRecordColumns : a.group.k;
-    const GroupFactors factors = group_factors<Activation>(scales, max_over(amax_of(x), group / kPerLane));
-    if (lane == 0 && with_record_scales)
-      args.record_scales[row.row * (args.stride / kRecordColumns) + record] = factors.record;
-    std::uint32_t codes[kPerLane];
-    for (int i = 0; i < kPerLane; ++i) codes[i] = encode_input<Activation>(x[i], factors);
-    *reinterpret_cast<uint2*>(args.rows + row.row * args.stride + k) = {codes[0] | codes[1] << 16,
-                                                                        codes[2] | codes[3] << 16};
+    const auto factors = GroupFactors::of<Activation>(
+        scales, a.group.k == 0 ? 0.0f : max_over(amax_of(x), group / kPerThread));
+    std::uint32_t words[kPerThread / 2];
+    encode_inputs<Activation>(x, factors, words);
+    if (k < args.stride) {
+      *reinterpret_cast<uint4*>(args.rows + row.row * args.stride + k) = {words[0], words[1], words[2],
+                                                                          words[3]};
+      if (with_record_scales && k % kRecordColumns == 0)
+        args.record_scales[(row.row * args.stride + k) / kRecordColumns] = factors.record;
+    }
+    k += step;
+    row.load(k, x);
   }
 }
 
 template <Format F>
 struct Plain {
   static constexpr Operand operand = operands::plain(F);
-};
-template <SchemeId kScheme>
-struct ActivationOf {
-  static constexpr Operand operand = scheme(kScheme).activation;
 };
 
 /// The first scheme of the table with this activation.
@@ -215,7 +181,9 @@ cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
     if (const auto error = launch_dependent(row_amax_kernel, rows, kThreads, 0, stream, args);
         error != cudaSuccess)
       return error;
-  return launch_dependent(inputs_kernel<Activation>, rows, kThreads, 0, stream, args);
+  const auto pieces = static_cast<unsigned>((args.stride + kPiece - 1) / kPiece);
+  return launch_dependent_clusters(inputs_kernel<Activation>, rows, std::min<unsigned>(pieces, kMostBlocks),
+                                   kThreads, stream, args);
 }
 
 }  // namespace

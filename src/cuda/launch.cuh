@@ -23,4 +23,22 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 blocks, dim3 th
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
+/// The same, of `clusters` clusters of `blocks` thread blocks.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), unsigned clusters, unsigned blocks,
+                                      unsigned threads, cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {blocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(clusters * blocks);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
 }  // namespace gatefold::cuda

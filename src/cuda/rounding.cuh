@@ -1,0 +1,151 @@
+#pragma once
+/// \file
+/// Activations to what a multiply takes (inputs.h): scales from the numbers of a row or group, and numbers to
+/// the values of their codes. The rules of scale_rule.h and codec.h, bit for bit.
+
+#include <cstdint>
+
+#include "cuda/encode.cuh"
+#include "cuda/inputs.h"
+#include "format/scale_rule.h"
+
+namespace gatefold::cuda {
+
+/// The activation operand of a row of the table, as a type.
+template <SchemeId kScheme>
+struct ActivationOf {
+  static constexpr Operand operand = scheme(kScheme).activation;
+};
+
+/// The largest magnitude of finite numbers.
+template <int kCount>
+__device__ __forceinline__ float amax_of(const float (&x)[kCount]) {
+  float amax = 0;
+  for (const float number : x)
+    if (number - number == 0) amax = fmaxf(amax, fabsf(number));
+  return amax;
+}
+
+/// The largest over aligned groups of lanes.
+__device__ __forceinline__ float max_over(float x, int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+/// Scales of a row: `whole` for one scale a row or tensor, `two_level` beside block scales.
+struct RowScales {
+  float whole = 1.0f;
+  TensorScale two_level;
+
+  /// The row's amax, or that of its tensor.
+  template <class Activation>
+  __device__ __forceinline__ static RowScales of_amax(float amax) {
+    constexpr Operand a = Activation::operand;
+    return of_whole(a.tensor_scale.stored() ? tensor_scale(a, amax) : whole_scale<formats::f32>(a, amax));
+  }
+  __device__ __forceinline__ static RowScales of_whole(float scale) { return {scale, {scale, false}}; }
+  __device__ __forceinline__ static RowScales of_static(const TensorScale& scale) {
+    return {scale.apply(1.0f), scale};
+  }
+};
+
+/// What numbers are divided by before they become codes, and what a code's value is multiplied by; `record`
+/// lies beside the numbers.
+struct GroupFactors {
+  float divisor = 1.0f, fold = 1.0f, record = 1.0f;
+
+  template <class Activation>
+  __device__ __forceinline__ static GroupFactors of(const RowScales& row, float amax) {
+    constexpr Operand a = Activation::operand;
+    if constexpr (!a.quantized()) {
+      return {};
+    } else if constexpr (a.group.k == 0) {
+      return {row.whole, 1.0f, 1.0f};
+    } else {
+      const float block = group_scale<a.scale>(a, {0, amax}, row.two_level).scale;
+      if constexpr (has_record_scales(a)) return {block, 1.0f, block};
+      return {a.tensor_scale.stored() ? row.two_level.apply(block) : block, block, 1.0f};
+    }
+  }
+};
+
+/// The values of the codes of two numbers below 2^60 in magnitude.
+template <Format F>
+__device__ __forceinline__ float2 round_pair(float low, float high) {
+  if constexpr (F == formats::e4m3) {
+    std::uint32_t halves;
+    float2 values;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;"
+        : "=r"(halves)
+        : "h"(static_cast<std::uint16_t>(encode_pair<F>(low, high))));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(values.x) : "h"(static_cast<std::uint16_t>(halves)));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(values.y) : "h"(static_cast<std::uint16_t>(halves >> 16)));
+    return values;
+  } else if constexpr (F == formats::int8) {
+    const auto round = [](float x) { return fminf(fmaxf(rintf(x), -128.0f), 127.0f); };
+    return {round(low), round(high)};
+  } else {
+    // Added to 2^22 times the power of two below it, or below 1, a number is rounded to halves of that power.
+    static_assert(F == formats::e2m1);
+    const auto round = [](float x) {
+      const float magnitude = fminf(fabsf(x), 6.0f);
+      const float large =
+          __uint_as_float(max(__float_as_uint(magnitude) & 0x7f800000u, 0x3f800000u) + (22u << 23));
+      return copysignf(magnitude + large - large, x);
+    };
+    return {round(low), round(high)};
+  }
+}
+
+__device__ __forceinline__ std::uint32_t to_bf16_pair(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+/// x as its operand has it: the value of its code, in 16 bits.
+template <class Activation>
+__device__ __noinline__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
+  const float scaled = x / (factors.divisor > 0 ? factors.divisor : __int_as_float(0x7f800000));
+  return encode<formats::bf16>(round_to<Activation::operand.value>(scaled) * factors.fold);
+}
+
+/// The same for numbers of one group, two in a word.
+template <class Activation, int kCount>
+__device__ __forceinline__ void encode_inputs(const float (&x)[kCount], const GroupFactors& factors,
+                                              std::uint32_t (&words)[kCount / 2]) {
+  constexpr Format value = Activation::operand.value;
+  if constexpr (!Activation::operand.quantized()) {
+    for (int i = 0; i < kCount / 2; ++i)
+      words[i] = encode<value>(x[2 * i]) | encode<value>(x[2 * i + 1]) << 16;
+  } else {
+    const AnyDivider divider(factors.divisor);
+    float quotients[kCount];
+    bool small = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      quotients[i] = divider.quotient(x[i]);
+      small = small && fabsf(quotients[i]) < 0x1p60f;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float2 rounded = round_pair<value>(quotients[2 * i], quotients[2 * i + 1]);
+      words[i] = to_bf16_pair(rounded.x * factors.fold, rounded.y * factors.fold);
+    }
+    if (small) return;
+#pragma unroll 1
+    for (int i = 0; i < kCount / 2; ++i) {
+      float low = 0, high = 0;  // without indices that are not constant
+#pragma unroll
+      for (int j = 0; j < kCount / 2; ++j)
+        if (i == j) low = x[2 * j], high = x[2 * j + 1];
+      const std::uint32_t word =
+          encode_input<Activation>(low, factors) | encode_input<Activation>(high, factors) << 16;
+#pragma unroll
+      for (int j = 0; j < kCount / 2; ++j)
+        if (i == j) words[j] = word;
+    }
+  }
+}
+
+}  // namespace gatefold::cuda
