@@ -312,6 +312,7 @@ class LayerRun {
     args.slots = slots_;
     if (few()) {
       args.ids = ids();
+      args.one_token = tokens_ == 1;
     } else {
       args.items = b_.items.at(base_);
       args.item_count = b_.item_count.at(base_);

@@ -200,17 +200,15 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
                                                 std::byte* memory) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Sums<T> sums = {};
-  // Of the round; what only its ends need is read again.
+  Round round;
   Columns<T> columns;
   ColumnScales<T> column_scales;
-  int slices = 1, count = 0, step = 0, slice = 0;  // slice of warps without a group: larger than any step
+  int step = 0, slice = 0;  // slice of warps without a group: larger than any step
   for (Place<T> place;; place.advance()) {
     wait_barrier(ring.full + place.index, place.parity);
     if (step == 0) {
-      const Round round = ring.round_of(place);
+      round = ring.round_of(place);
       if (round.groups == 0) return;
-      slices = round.slices;
-      count = round.count;
       slice = round.row(warp) < round.groups ? round.slice(warp) : INT_MAX / 2;
       columns.set(round, round.slice(warp), lane);
       if constexpr (T::record_scales) column_scales.set(args, items, round, lane);
@@ -225,21 +223,21 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
       const std::byte* own = stage + warp * T::step_bytes;
       const std::byte* extra =
           T::P.apart() ? stage + T::extras_at + warp * T::step_extra_bytes : own + T::P.value_bytes();
-      if (constexpr int most = T::tiles; most == 1 || count > most / 2 * kTileTokens)
+      if (constexpr int most = T::tiles; most == 1 || round.count > most / 2 * kTileTokens)
         multiply_step<T, most>(own, extra, stage, columns, lane, x_scales, sums);
       else
         multiply_step<T, (most + 1) / 2>(own, extra, stage, columns, lane, x_scales, sums);
     }
-    step += slices;
+    step += round.slices;
     if (step < args.steps) {
       ring.release(place);
       continue;
     }
     step = 0;
-    const Round round = ring.round_of(place);
-    if (slices == 1) ring.release(place);
+    if (T::tiles > 1) round = ring.round_of(place);  // not kept in registers
+    if (round.slices == 1) ring.release(place);
     finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
-    if (slices > 1) ring.release(place);
+    if (round.slices > 1) ring.release(place);
   }
 }
 

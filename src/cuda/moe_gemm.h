@@ -57,6 +57,7 @@ struct GemmArgs {
   /// experts. None of them: expert 0 takes all slots.
   GemmRouting routing;
   const std::int32_t* ids = nullptr;
+  bool one_token = false;  ///< the slots are those of one
   const Item* items = nullptr;
   const std::int32_t *item_count = nullptr, *sorted_slots = nullptr;
   /// Whether these (logits as well) were written by a kernel before the previous one, so that weights may be

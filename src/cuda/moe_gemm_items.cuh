@@ -73,6 +73,14 @@ __device__ int list_few_items(int id, int slots, FewTables* tables) {
   return __popcll(all_begin);
 }
 
+/// The slots of one token, which are items as they are; lanes of every warp come with the same ids.
+__device__ __forceinline__ int list_slots(int id, FewTables* tables) {
+  const unsigned there = __ballot_sync(kAllLanes, id >= 0);
+  if (warp() == 0 && id >= 0)
+    tables->items[__popc(there & ((1u << lane()) - 1))] = {static_cast<std::int16_t>(id), 1, lane()};
+  return __popc(there);
+}
+
 __device__ __forceinline__ int sum_bytes(std::uint64_t bytes) {
   const auto low = static_cast<unsigned>(bytes), high = static_cast<unsigned>(bytes >> 32);
   return __dp4a(high, 0x01010101u, __dp4a(low, 0x01010101u, 0u));
@@ -143,10 +151,12 @@ __device__ __forceinline__ Items find_items(const GemmArgs& args, FewTables& tab
     route_few_tokens(args.routing, args.experts, args.slots, reinterpret_cast<std::int32_t*>(scratch),
                      tables.slots);
   if (routes || args.ids != nullptr) {
-    const int slot = static_cast<int>(threadIdx.x);
+    const bool one_token = T::tokens == kFewTokens && args.one_token;
+    const int slot = one_token ? lane() : static_cast<int>(threadIdx.x);
     int id = -1;
     if (slot < args.slots) id = routes ? tables.slots[slot] : __ldcg(args.ids + slot);
     if (static_cast<unsigned>(id) >= static_cast<unsigned>(args.experts)) id = -1;
+    if (one_token) return {tables.items, nullptr, list_slots(id, &tables)};
     const int count = T::tokens == kFewTokens && args.slots <= 64
                           ? list_few_items<T::tokens>(id, args.slots, &tables)
                           : list_items<T::tokens>(id, args.experts, &tables);

@@ -63,15 +63,17 @@ struct GemmTraits {
                 weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
 };
 
-/// `groups` groups of units from `group` on, by the tokens of an item: `slices` warps, a power of two, share a
-/// group. The stages of a round hold the steps [0, slices), [slices, 2 slices) ..
+/// `groups` groups of units from `group` on, by the tokens of an item: `slices` warps, a power of two, share
+/// a group. The stages of a round hold the steps [0, slices), [slices, 2 slices) ..
 struct alignas(16) Round {
   std::int16_t groups;  ///< 0: the work is done
   std::uint8_t slices, count;
   std::int32_t expert, first, group;
 
   /// The group and the slice of a warp.
-  __device__ __forceinline__ int row(int warp) const { return warp >> (31 - __clz(static_cast<int>(slices))); }
+  __device__ __forceinline__ int row(int warp) const {
+    return warp >> (31 - __clz(static_cast<int>(slices)));
+  }
   __device__ __forceinline__ int slice(int warp) const { return warp & (slices - 1); }
 };
 
