@@ -156,21 +156,33 @@ void Gptq::refine(Blas& blas, const MatrixStack& stack, const float* weights, co
   float *gradient = gradient_.as<float>(), *changes = changes_.as<float>();
   kernels().subtract(weights, values, rows * k, columns_.as<float>());
   blas.multiply(rows, k, k, 1, {columns_.as<float>(), k}, {hessian, k}, 0, gradient, k);
+  const auto pass_on = [&](std::int64_t first, std::int64_t count, std::int64_t stride) {
+    blas.multiply(rows, k, count, -1, {changes, stride}, {hessian + first * k, k}, 1, gradient, k);
+  };
+  const auto for_each_block = [&](const auto& move) {
+    for (int begin = 0; begin < stack.k; begin += kGptqBlock) {
+      move(begin);
+      pass_on(begin, std::min<std::int64_t>(kGptqBlock, k - begin), kGptqBlock);
+    }
+  };
   for (int turn = 0; turn < turns; ++turn) {
-    for (int group = 0; group < stack.groups; ++group) {
-      const std::int64_t first = static_cast<std::int64_t>(group) * stack.group_k,
-                         count = std::min<std::int64_t>(stack.group_k, k - first);
-      blas.multiply(rows, count, count, 1, {values + first, k}, {hessian + first * k + first, k}, 0, changes,
-                    count);
-      kernels().move_scales(stack, gradient, group, values, changes);
-      blas.multiply(rows, k, count, -1, {changes, count}, {hessian + first * k, k}, 1, gradient, k);
+    if (GptqKernels::groups_in_lanes(stack)) {
+      for_each_block([&](int begin) {
+        kernels().move_scales_of_block(stack, hessian, gradient, begin, values, changes);
+      });
+    } else {
+      for (int group = 0; group < stack.groups; ++group) {
+        const std::int64_t first = static_cast<std::int64_t>(group) * stack.group_k,
+                           count = std::min<std::int64_t>(stack.group_k, k - first);
+        blas.multiply(rows, count, count, 1, {values + first, k}, {hessian + first * k + first, k}, 0,
+                      changes, count);
+        kernels().move_scales(stack, gradient, group, values, changes);
+        pass_on(first, count, count);
+      }
     }
     for (int sweep = 0; sweep < 4; ++sweep)
-      for (int begin = 0; begin < stack.k; begin += kGptqBlock) {
-        kernels().move_codes(stack, hessian, gradient, begin, values, changes);
-        blas.multiply(rows, k, std::min<std::int64_t>(kGptqBlock, k - begin), -1, {changes, kGptqBlock},
-                      {hessian + begin * k, k}, 1, gradient, k);
-      }
+      for_each_block(
+          [&](int begin) { kernels().move_codes(stack, hessian, gradient, begin, values, changes); });
   }
 }
 

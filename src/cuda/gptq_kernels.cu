@@ -276,12 +276,28 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// A band's scale of one group: Q' = (1 + d) Q changes the error by -2 d a + d^2 b, a = <gradient, Q>, b =
-/// <Q, Q H>. A thread block for each band.
+/// <Q, Q H>. The best that can be stored, if it is better than `stored`.
+template <class Weight>
+__device__ __forceinline__ float better_scale(const MatrixStack& stack, float stored, double a, double b) {
+  constexpr Operand kOperand = Weight::operand;
+  constexpr Format kScale = kOperand.scale;
+  if (!(b > 0)) return stored;
+  const float before = real_scale<Weight>(stack, stored);
+  float wanted = static_cast<float>(before * (1 + a / b));
+  if (!(wanted > 0 && wanted < INFINITY)) return stored;
+  if constexpr (kOperand.tensor_scale.stored())
+    wanted =
+        stack.tensor_scale.divides ? wanted * stack.tensor_scale.value : wanted / stack.tensor_scale.value;
+  const float rounded = round_to<kScale>(wanted);
+  if (!(rounded > 0 && rounded < INFINITY)) return stored;
+  const double d = static_cast<double>(real_scale<Weight>(stack, rounded)) / before - 1;
+  return -2 * d * a + d * d * b < 0 ? rounded : stored;
+}
+
+/// Scales of one group. A thread block for each band.
 template <class Weight>
 __global__ void move_scale(const MatrixStack stack, const float* gradient, int group, float* values,
                            float* curved) {
-  constexpr Operand kOperand = Weight::operand;
-  constexpr Format kScale = kOperand.scale;
   __shared__ double sums[2][32];
   __shared__ float moved[2];  // the real scale before and after
   const BandGroup band(stack, static_cast<int>(blockIdx.x) * stack.groups + group);
@@ -304,22 +320,9 @@ __global__ void move_scale(const MatrixStack stack, const float* gradient, int g
     a = b = 0;
     for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) a += sums[0][warp], b += sums[1][warp];
     float& stored = stack.scales[stack.group_at(band.row, group)];
-    const float before = real_scale<Weight>(stack, stored);
-    moved[0] = moved[1] = before;
-    if (b > 0) {
-      float wanted = static_cast<float>(before * (1 + a / b));
-      const bool valid = wanted > 0 && wanted < INFINITY;
-      if constexpr (kOperand.tensor_scale.stored())
-        wanted = stack.tensor_scale.divides ? wanted * stack.tensor_scale.value
-                                            : wanted / stack.tensor_scale.value;
-      const float rounded = round_to<kScale>(wanted);
-      const float after = real_scale<Weight>(stack, rounded);
-      const double d = static_cast<double>(after) / before - 1;
-      if (valid && rounded > 0 && rounded < INFINITY && rounded != stored && -2 * d * a + d * d * b < 0) {
-        stored = rounded;
-        moved[1] = after;
-      }
-    }
+    moved[0] = real_scale<Weight>(stack, stored);
+    stored = better_scale<Weight>(stack, stored, a, b);
+    moved[1] = real_scale<Weight>(stack, stored);
   }
   __syncthreads();
   const float before = moved[0], after = moved[1];
@@ -328,6 +331,65 @@ __global__ void move_scale(const MatrixStack stack, const float* gradient, int g
     const float scaled = before == after ? value : value / before * after;
     values[place(item)] = scaled;
     curve[item] = scaled - value;
+  }
+}
+
+/// The same for all groups of a block of columns, where a lane's columns are in a group each: a warp has a
+/// row.
+template <class Weight>
+__global__ void __launch_bounds__(kThreads)
+    move_block_scales(const MatrixStack stack, const float* hessian, const float* gradient, int begin,
+                      float* values, float* changes) {
+  const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.y), k = stack.k;
+  if (row >= stack.rows()) return;
+  const int lane = static_cast<int>(threadIdx.x), count = min(kGptqBlock, k - begin);
+  const std::int64_t at = static_cast<std::int64_t>(row) * k + begin;
+  float x[kColumns] = {}, value[kColumns] = {}, stored[kColumns] = {}, change[kColumns] = {};
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const int c = lane + 32 * i;
+    if (c >= count) continue;
+    x[i] = gradient[at + c];
+    value[i] = values[at + c];
+    stored[i] = stack.scales[stack.group_at(row, (begin + c) / stack.group_k)];
+  }
+  const auto line = [&](int column) {
+    return hessian + static_cast<std::int64_t>(begin + column) * k + begin;
+  };
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    for (int first = 0; first < min(32, count - 32 * i); first += stack.group_k) {
+      const bool mine = lane >= first && lane < first + stack.group_k;
+      float curve = 0;
+      for (int owner = first; owner < first + stack.group_k; ++owner) {
+        const float other = __shfl_sync(0xffffffffu, value[i], owner);
+        if (mine) curve = fmaf(other, line(32 * i + owner)[32 * i + lane], curve);
+      }
+      const double own = mine ? value[i] : 0.0;
+      const double a = warp_sum(own * x[i]), b = warp_sum(own * curve);
+      const float old = __shfl_sync(0xffffffffu, stored[i], first);
+      const float found = better_scale<Weight>(stack, old, a, b);
+      if (found == old) continue;
+      if (mine) {
+        const float scaled = value[i] / real_scale<Weight>(stack, old) * real_scale<Weight>(stack, found);
+        change[i] = scaled - value[i];
+        value[i] = scaled;
+      }
+      if (lane == first) stack.scales[stack.group_at(row, (begin + 32 * i + first) / stack.group_k)] = found;
+      for (int owner = first; owner < first + stack.group_k; ++owner) {
+        const float passed = __shfl_sync(0xffffffffu, change[i], owner);
+#pragma unroll
+        for (int other = 0; other < kColumns; ++other)
+          if (lane + 32 * other < count)
+            x[other] = fmaf(-passed, line(32 * i + owner)[lane + 32 * other], x[other]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const int c = lane + 32 * i;
+    changes[static_cast<std::int64_t>(row) * kGptqBlock + c] = change[i];
+    if (c < count) values[at + c] = value[i];
   }
 }
 
@@ -405,6 +467,14 @@ void GptqKernels::move_codes(const MatrixStack& stack, const float* hessian, con
   with_weight(scheme, [&]<class Weight>() {
     move_block<Weight><<<blocks_for(stack.rows(), kWarps), kWarpRows, 0, stream>>>(stack, hessian, gradient,
                                                                                    begin, values, changes);
+  });
+}
+
+void GptqKernels::move_scales_of_block(const MatrixStack& stack, const float* hessian, const float* gradient,
+                                       int begin, float* values, float* changes) const {
+  with_weight(scheme, [&]<class Weight>() {
+    move_block_scales<Weight><<<blocks_for(stack.rows(), kWarps), kWarpRows, 0, stream>>>(
+        stack, hessian, gradient, begin, values, changes);
   });
 }
 

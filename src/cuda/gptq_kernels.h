@@ -73,6 +73,13 @@ struct GptqKernels {
   void move_scales(const MatrixStack& stack, const float* gradient, int group, float* values,
                    float* curved) const;
 
+  /// The same for all groups in columns begin .. begin + kGptqBlock; only if groups_in_lanes(stack).
+  void move_scales_of_block(const MatrixStack& stack, const float* hessian, const float* gradient, int begin,
+                            float* values, float* changes) const;
+  static bool groups_in_lanes(const MatrixStack& stack) {
+    return stack.band_rows == 1 && 32 % stack.group_k == 0 && stack.k % stack.group_k == 0;
+  }
+
   /// Codes in the canonical layout, row_bytes a row; values become exactly what these decode to.
   void encode(const MatrixStack& stack, int row_bytes, float* values, std::byte* codes) const;
 };

@@ -161,7 +161,7 @@ TEST_P(GptqOnGpu, LosesWhatTheCpuLoses) {
     EXPECT_EQ(ours.tensor_scale.value, cpu->tensor_scale.value) << name;
     const double theirs = loss(weights, values_of(*cpu), hessian, k);
     const double found = loss(weights, values_of(ours), hessian, k);
-    EXPECT_NEAR(found / theirs, 1, 0.02) << name;
+    EXPECT_NEAR(found / theirs, 1, 0.01) << name;
     RecordProperty(name, std::to_string(found / theirs));
   };
   expect_alike("gate", p.gate, gpu.gate, inputs, kInner, kHidden, options);
