@@ -334,8 +334,7 @@ __global__ void move_scale(const MatrixStack stack, const float* gradient, int g
   }
 }
 
-/// The same for all groups of a block of columns, where a lane's columns are in a group each: a warp has a
-/// row.
+/// The same for all groups of a block of columns, none wider than a warp, which has a row.
 template <class Weight>
 __global__ void __launch_bounds__(kThreads)
     move_block_scales(const MatrixStack stack, const float* hessian, const float* gradient, int begin,
@@ -358,6 +357,7 @@ __global__ void __launch_bounds__(kThreads)
   };
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
+#pragma unroll 1
     for (int first = 0; first < min(32, count - 32 * i); first += stack.group_k) {
       const bool mine = lane >= first && lane < first + stack.group_k;
       float curve = 0;
@@ -376,6 +376,7 @@ __global__ void __launch_bounds__(kThreads)
         value[i] = scaled;
       }
       if (lane == first) stack.scales[stack.group_at(row, (begin + 32 * i + first) / stack.group_k)] = found;
+#pragma unroll 1
       for (int owner = first; owner < first + stack.group_k; ++owner) {
         const float passed = __shfl_sync(0xffffffffu, change[i], owner);
 #pragma unroll
