@@ -220,6 +220,8 @@ Result<CalibrateReport> calibrate(const Checkpoint& source, const fs::path& dest
   CalibrateOptions options = given;
   if (options.threads == 0) options.threads = omp_get_max_threads();
   if (Status status = check_method(options); !status.ok()) return status;
+  if (options.device.kind == Device::Kind::cuda)
+    if (const auto device = cuda::device_info(options.device.index); !device) return device.status();
   if (Status status = check_windows(tokens, options.window); !status.ok()) return status;
   const ModelConfig& config = source.config();
   for (std::size_t i = 0; i < tokens.size(); ++i)
