@@ -121,8 +121,9 @@ TEST_F(CalibrateTest, StaticScales) {
   const Checkpoint other = open_checkpoint((root_ / "percentile").string());
   const auto gate = other.expert(1, 0, Projection::gate);
   ASSERT_TRUE(gate) << gate.status().message();
-  EXPECT_NE(std::get<QuantizedMatrix>(*gate).input_scale->value, *first);
-  EXPECT_LT(losses(SchemeId::fp8_tensor_afp8, "percentile").second, 2 * dynamic);
+  const float cut_off = std::get<QuantizedMatrix>(*gate).input_scale->value;
+  EXPECT_GT(cut_off, 0);
+  EXPECT_LT(cut_off, *first);  // this text has outliers
 }
 
 /// Engines multiply gate and up as one matrix.
