@@ -114,6 +114,29 @@ TEST_F(CalibrateTest, StaticScales) {
   }
   const auto [dynamic, fixed] = losses(SchemeId::fp8_tensor_afp8, "static");
   EXPECT_LT(fixed, 1.5 * dynamic);
+
+  run("percentile", {.scheme = SchemeId::fp8_tensor_afp8,
+                     .method = Method::smoothquant,
+                     .activation_scale = ActivationScale::percentile});
+  const Checkpoint other = open_checkpoint((root_ / "percentile").string());
+  const auto gate = other.expert(1, 0, Projection::gate);
+  ASSERT_TRUE(gate) << gate.status().message();
+  const float cut_off = std::get<QuantizedMatrix>(*gate).input_scale->value;
+  EXPECT_GT(cut_off, 0);
+  EXPECT_LT(cut_off, *first);  // this text has outliers
+}
+
+/// Engines multiply gate and up as one matrix.
+TEST_F(CalibrateTest, GateAndUpShareTheTensorScale) {
+  run("shared", {.scheme = SchemeId::nvfp4});
+  const Checkpoint written = open_checkpoint((root_ / "shared").string());
+  for (const int expert : {0, 7}) {
+    const auto gate = written.expert(1, expert, Projection::gate),
+               up = written.expert(1, expert, Projection::up);
+    ASSERT_TRUE(gate && up);
+    EXPECT_EQ(std::get<QuantizedMatrix>(*gate).tensor_scale.value,
+              std::get<QuantizedMatrix>(*up).tensor_scale.value);
+  }
 }
 
 /// What else reads the norm's output must be scaled as the experts are: the router, the shared expert, its
@@ -218,6 +241,8 @@ TEST_F(CalibrateTest, RareExpertsSeeOtherTokens) {
 TEST_F(CalibrateTest, Errors) {
   EXPECT_NE(error("a", {.scheme = SchemeId::bf16}).find("bf16 is not quantized"), std::string::npos);
   EXPECT_NE(error("a", {.scheme = SchemeId::mxfp4, .method = Method::smoothquant}).find("mxfp4"),
+            std::string::npos);
+  EXPECT_NE(error("a", {.method = Method::awq, .device = Device::cuda()}).find("awq runs on the CPU"),
             std::string::npos);
   EXPECT_NE(error("a", {}, 100).find("100 tokens"), std::string::npos);
   auto tokens = text("calibration.txt", 1024);

@@ -149,7 +149,13 @@ void expect_same_experts(const Checkpoint& stored, const Checkpoint& source, Sch
         const Result<ExpertMatrix> original = source.expert(layer, expert, projection);
         const Result<ExpertMatrix> read = stored.expert(layer, expert, projection);
         ASSERT_TRUE(original.ok() && read.ok()) << read.status().message();
-        const Result<QuantizedMatrix> expected = quantize(id, std::get<MatrixView>(*original));
+        QuantizeOptions options;  // gate and up are one matrix to engines, with one tensor scale
+        for (const Projection p : {Projection::gate, Projection::up})
+          if (projection != Projection::down)
+            options.tensor_amax =
+                std::max(options.tensor_amax,
+                         largest_magnitude(std::get<MatrixView>(*source.expert(layer, expert, p))));
+        const Result<QuantizedMatrix> expected = quantize(id, std::get<MatrixView>(*original), options);
         ASSERT_TRUE(expected.ok());
         if (const auto* view = std::get_if<MatrixView>(&*read)) {
           ASSERT_FALSE(scheme(id).weight.quantized());

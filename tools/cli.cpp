@@ -138,7 +138,7 @@ void add_backend(CLI::App* command, Device& device) {
       ->add_option_function<std::string>(
           "--backend",
           [&device](const std::string& name) { device = name == "cuda" ? Device::cuda() : Device::cpu(); },
-          "Where MoE layers run")
+          "Where MoE layers run, or are quantized")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->default_str("cpu");
 }

@@ -151,6 +151,17 @@ void add_quantize(Cli& cli) {
   command->add_option("--window", options->calibrate.window, "Tokens that attend to each other")
       ->check(CLI::Range(2, 65536))
       ->capture_default_str();
+  add_backend(command, options->calibrate.device);
+  command
+      ->add_option_function<std::string>(
+          "--activation-scale",
+          [options](const std::string& text) {
+            options->calibrate.activation_scale =
+                text == "percentile" ? ActivationScale::percentile : ActivationScale::mse;
+          },
+          "How static scales of activations are found")
+      ->check(CLI::IsMember({"mse", "percentile"}))
+      ->default_str("mse");
   command->add_flag("--resume", options->calibrate.resume, "Go on with an interrupted calibration");
   command->add_option("--shard-size", options->convert.shard_bytes, "Largest file, e.g. 5GB or 900MiB")
       ->transform(CLI::AsSizeValue(true))

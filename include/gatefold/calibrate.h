@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "gatefold/checkpoint.h"
+#include "gatefold/moe.h"
 #include "gatefold/scheme.h"
 #include "gatefold/status.h"
 
@@ -21,6 +22,12 @@ enum class Method : std::uint8_t {
   awq,          ///< scales input channels up where activations are large, and folds that into what is before
   smoothquant,  ///< such scales for schemes that quantize activations, their static scales, and then gptq
 };
+/// How static scales of activations are found.
+enum class ActivationScale : std::uint8_t {
+  mse,         ///< the least squared error over a sample that has the largest inputs in it
+  percentile,  ///< 99.99 % of the numbers are not cut off
+};
+
 std::string_view name(Method method);
 /// "gptq"; nothing if there is none of that name.
 std::optional<Method> find_method(std::string_view name);
@@ -28,6 +35,9 @@ std::optional<Method> find_method(std::string_view name);
 struct CalibrateOptions {
   SchemeId scheme = SchemeId::int4_g128;
   Method method = Method::gptq;
+  ActivationScale activation_scale = ActivationScale::mse;
+  /// Where experts are quantized; routing, attention and shared experts are on the CPU. cuda: gptq only.
+  Device device = Device::cpu();
   int window = 512;  ///< tokens that attend to each other
   /// gptq: this and 3 * inputs / tokens (at most 1) of the mean of the Hessian's diagonal, added to it.
   double damping = 0.01;
@@ -58,10 +68,11 @@ struct CalibrateReport {
 ///
 /// A layer that is done is kept in a hidden directory beside the destination, which is removed at the end; an
 /// interrupted run leaves it for `resume`. Memory: the hidden states of all tokens in f32, twice, and for
-/// each thread one expert with its inputs.
+/// each thread one expert with its inputs. On a GPU, of whose bits the same holds but which are not the
+/// CPU's: these states and at most 4 experts.
 ///
-/// Errors: convert's and Decoder::load's, fewer tokens than a window, a token outside the vocabulary, a
-/// method that has nothing to do in the scheme, layers of another run.
+/// Errors: convert's and Decoder::load's, cuda_layer_quantizer's, fewer tokens than a window, a token outside
+/// the vocabulary, a method that has nothing to do in the scheme, layers of another run.
 Result<CalibrateReport> calibrate(const Checkpoint& source, const std::filesystem::path& destination,
                                   std::span<const std::int32_t> tokens, const CalibrateOptions& options);
 

@@ -74,7 +74,13 @@ struct QuantizeOptions {
   bool scale_search = false;
   /// Go on when weights are NaN or Inf: they are left out of the scale and saturate (NaN: see codec.h).
   bool allow_nonfinite = false;
+  /// ue4m3: the amax_matrix of the rule below; 0: the matrix's own. Engines multiply gate and up as one
+  /// matrix with one scale, so that both are quantized for the larger amax.
+  float tensor_amax = 0;
 };
+
+/// The largest finite magnitude of a matrix (f32, f16, bf16).
+float largest_magnitude(const MatrixView& weights);
 
 /// Round-to-nearest quantization of `weights` [n, k] (f32, f16, bf16). The rules, for group maximum amax:
 ///   plain      the value rounded to the format

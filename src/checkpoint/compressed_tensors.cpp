@@ -7,11 +7,11 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "checkpoint/companion_reader.h"
 #include "checkpoint/compressed_tensors_codec.h"
 #include "checkpoint/conventions.h"
 #include "checkpoint/integer_matrix.h"
 #include "checkpoint/json.h"
-#include "checkpoint/linear_tensors.h"
 #include "checkpoint/name_pattern.h"
 
 namespace gatefold::compressed_tensors {
@@ -27,7 +27,8 @@ constexpr std::string_view suffixes[] = {".weight",
                                          ".input_scale",
                                          ".input_zero_point",
                                          ".input_global_scale"};
-constexpr std::string_view fused_suffixes[] = {""};
+constexpr std::string_view companions[] = {".weight_packed", ".weight_scale"};
+constexpr LayerSuffixes layer_suffixes{.all = suffixes, .companions = companions};
 
 /// Of all patterns of a config: they are tried on every expert of a model, so this bounds the time of opening
 /// one. Published configs need a few hundred.
@@ -64,10 +65,20 @@ class NameList {
   std::vector<NamePattern> patterns_;
 };
 
-class Reader final : public LinearReader {
+struct Parts {
+  QuantizedMatrix matrix;
+  Packing packing = Packing::plain;
+  IntegerFormat format;    ///< of integers
+  bool own_layout = true;  ///< nothing has to be moved but words
+  const TensorEntry *values = nullptr, *shape = nullptr, *scales = nullptr, *zeros = nullptr,
+                    *groups = nullptr;
+  const TensorEntry *tensor_scale = nullptr, *input_scale = nullptr;
+};
+
+class Reader final : public CompanionReader<Parts> {
  public:
   Reader(const Source& source, const ModelConfig& model, std::string config)
-      : source_(source), model_(model), config_(std::move(config)) {}
+      : CompanionReader(source, model, std::move(config), layer_suffixes) {}
 
   Status init(const nlohmann::json& quantization) {
     Result<std::vector<Group>> groups = parse_groups(quantization, config_);
@@ -94,41 +105,12 @@ class Reader final : public LinearReader {
     return {};
   }
 
-  std::span<const std::string_view> suffixes(bool fused) const override {
-    if (fused) return fused_suffixes;
-    return compressed_tensors::suffixes;
-  }
-
-  Result<SchemeId> scheme(const Linear& linear) const override {
-    if (!is_quantized(linear)) return unquantized(linear);
-    const Result<Parts> parts = find(linear);
-    if (!parts.ok()) return parts.status();
-    return parts->matrix.scheme;
-  }
-
-  Result<ExpertMatrix> read(const Linear& linear) const override {
-    if (!is_quantized(linear)) return read_unquantized(source_, linear);
-    Result<Parts> parts = find(linear);
-    if (!parts.ok()) return parts.status();
-    if (Status status = load(*parts); !status.ok()) return status;
-    return ExpertMatrix(std::move(parts->matrix));
-  }
-
-  Result<std::vector<std::int32_t>> input_order(const Linear& linear) const override {
-    if (!is_quantized(linear)) return std::vector<std::int32_t>();
-    const Result<Parts> parts = find(linear);
-    if (!parts.ok()) return parts.status();
-    if (parts->groups == nullptr) return std::vector<std::int32_t>();
-    auto order = column_order(read_i32(source_, *parts->groups), parts->format.groups(linear.k));
-    if (order) return order;
-    return Status(order.status().code(), source_.where(*parts->groups) + ": " + order.status().message());
-  }
-
   std::optional<Quantized> quantized(const std::string& module) const override {
     const Linear linear{.module = module, .n = 0, .k = 0, .fused = {}};
     if (!is_quantized(linear)) return std::nullopt;
-    const TensorEntry *packed = entry(linear, ".weight_packed"), *plain = entry(linear, ".weight"),
-                      *shape = entry(linear, ".weight_shape");
+    const TensorEntry *packed = entry(linear.module, ".weight_packed"),
+                      *plain = entry(linear.module, ".weight"),
+                      *shape = entry(linear.module, ".weight_shape");
     const TensorEntry* values = packed != nullptr ? packed : plain;
     if (values == nullptr || values->shape.size() != 2) return std::nullopt;
     const Result<const Target*> target = find_target(linear);
@@ -151,35 +133,6 @@ class Reader final : public LinearReader {
     NameList targets;
   };
 
-  /// The tensors of one matrix, all of the right type and shape; `matrix` has no data yet.
-  struct Parts {
-    QuantizedMatrix matrix;
-    Packing packing = Packing::plain;
-    IntegerFormat format;    ///< of integers
-    bool own_layout = true;  ///< nothing has to be moved but words
-    const TensorEntry *values = nullptr, *shape = nullptr, *scales = nullptr, *zeros = nullptr,
-                      *groups = nullptr;
-    const TensorEntry *tensor_scale = nullptr, *input_scale = nullptr;
-  };
-
-  const TensorEntry* entry(const Linear& linear, std::string_view suffix) const {
-    return source_.find(linear.module + std::string(suffix));
-  }
-
-  /// Presence of the companions decides, not `targets` and `ignore`, which published models get wrong.
-  bool is_quantized(const Linear& linear) const {
-    return !linear.fused &&
-           (entry(linear, ".weight_packed") != nullptr || entry(linear, ".weight_scale") != nullptr);
-  }
-
-  Result<SchemeId> unquantized(const Linear& linear) const {
-    const TensorEntry* weight = entry(linear, ".weight");
-    if (!linear.fused && weight != nullptr && bits(weight->dtype) == 8)
-      return Status(Code::bad_file, fmt::format("{}: is {}, but there is no {}.weight_scale",
-                                                source_.where(*weight), name(weight->dtype), linear.module));
-    return unquantized_scheme(source_, linear, model_);
-  }
-
   Result<const Target*> find_target(const Linear& linear) const {
     const Target* best = nullptr;
     int closest = 0;
@@ -188,15 +141,15 @@ class Reader final : public LinearReader {
         best = &target, closest = match;
     const bool ignored = ignore_.match(linear.module) != 0;
     if (best != nullptr && !ignored) return best;
-    const TensorEntry* found = entry(linear, ".weight_packed");
-    if (found == nullptr) found = entry(linear, ".weight_scale");
+    const TensorEntry* found = entry(linear.module, ".weight_packed");
+    if (found == nullptr) found = entry(linear.module, ".weight_scale");
     return Status(Code::bad_file,
                   fmt::format("{} says that the layer is quantized, but {}: quantization_config.{}",
                               source_.where(*found), config_,
                               ignored ? "ignore names it" : "config_groups has no target for it"));
   }
 
-  Result<Parts> find(const Linear& linear) const {
+  Result<Parts> find(const Linear& linear) const override {
     const Result<const Target*> target = find_target(linear);
     if (!target.ok()) return target.status();
     const Group& group = (*target)->group;
@@ -205,16 +158,13 @@ class Reader final : public LinearReader {
     if (!row.ok()) return row.status();
 
     Parts parts;
-    parts.matrix.scheme = *row;
-    parts.matrix.n = linear.n;
-    parts.matrix.k = linear.k;
+    parts.matrix = matrix_of(*row, linear);
     const Scheme& scheme = gatefold::scheme(*row);
     const Operand& weight = scheme.weight;
-    parts.matrix.scale_format = weight.scale;
     if (Status status = check_shape(*row, linear.n, linear.k); !status.ok())
       return Status(Code::bad_file, fmt::format("{}: {}: {}", group.where, linear.module, status.message()));
 
-    const bool packed = entry(linear, ".weight_packed") != nullptr;
+    const bool packed = entry(linear.module, ".weight_packed") != nullptr;
     TensorFinder finder(source_, linear, group.where);
     finder.refuse(".input_zero_point", "input zero points are not supported", Code::unsupported);
     if (!group.act_order) finder.refuse(".weight_g_idx", "actorder is not group");
@@ -298,7 +248,14 @@ class Reader final : public LinearReader {
     return is_older ? older : words(count, bits);
   }
 
-  Status load(Parts& parts) const {
+  Result<std::vector<std::int32_t>> input_order(const Linear& linear, const Parts& parts) const override {
+    if (parts.groups == nullptr) return std::vector<std::int32_t>();
+    auto order = column_order(read_i32(source_, *parts.groups), parts.format.groups(linear.k));
+    if (order) return order;
+    return Status(order.status().code(), source_.where(*parts.groups) + ": " + order.status().message());
+  }
+
+  Status load(const Linear&, Parts& parts) const override {
     QuantizedMatrix& matrix = parts.matrix;
     const Scheme& scheme = gatefold::scheme(matrix.scheme);
     if (parts.shape != nullptr)
@@ -415,9 +372,6 @@ class Reader final : public LinearReader {
                                         format_shape(shape), format_shape({{matrix.n, matrix.k}}))};
   }
 
-  const Source& source_;
-  const ModelConfig& model_;
-  std::string config_;
   std::vector<Target> groups_;
   NameList ignore_;
   bool by_package_ = false;  ///< written by the package itself, which says its version; we do not

@@ -11,6 +11,7 @@
 #include "checkpoint/companions.h"
 #include "checkpoint/compressed_tensors.h"
 #include "checkpoint/families.h"
+#include "checkpoint/fused_amax.h"
 #include "checkpoint/safetensors_writer.h"
 #include "checkpoint/staging.h"
 #include "gatefold/checkpoint.h"
@@ -252,7 +253,11 @@ Status Converter::quantize_matrix(const Job& job, const SafetensorsWriter& write
     if (options_.matrix) return options_.matrix(tensor.layer, *tensor.expert, tensor.projection);
     const Result<ExpertMatrix> matrix = source_.expert(tensor.layer, *tensor.expert, tensor.projection);
     if (!matrix.ok()) return matrix.status();
-    return quantize(options_.scheme, std::get<MatrixView>(*matrix), options_.quantize);
+    const auto amax = fused_amax(source_, options_.scheme, tensor.layer, *tensor.expert, tensor.projection);
+    if (!amax.ok()) return amax.status();
+    QuantizeOptions options = options_.quantize;
+    options.tensor_amax = *amax;
+    return quantize(options_.scheme, std::get<MatrixView>(*matrix), options);
   }();
   if (!quantized.ok()) return failed(quantized.status());
   Result<std::vector<std::vector<std::byte>>> stored = compressed_tensors::store(std::move(*quantized));

@@ -9,11 +9,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/companion_reader.h"
 #include "checkpoint/conventions.h"
 #include "checkpoint/fields.h"
 #include "checkpoint/json.h"
-#include "checkpoint/linear_tensors.h"
-#include "checkpoint/module_list.h"
 #include "format/matrix.h"
 
 namespace gatefold {
@@ -21,7 +20,8 @@ namespace {
 
 constexpr std::string_view kSuffixes[] = {".weight", ".weight_scale_inv", ".weight_scale", ".scale",
                                           ".input_scale"};
-constexpr std::string_view kFusedSuffixes[] = {""};
+constexpr std::span<const std::string_view> kScales = std::span(kSuffixes).subspan(1, 3);
+constexpr LayerSuffixes kLayer{.all = kSuffixes, .companions = kScales};
 
 struct Config {
   std::int64_t block_n = 0, block_k = 0;  ///< 0: one scale per matrix
@@ -53,47 +53,21 @@ Result<Config> read_config(const nlohmann::json& quantization, const std::string
   return parsed;
 }
 
-class Reader final : public LinearReader {
+struct Parts {
+  QuantizedMatrix matrix;
+  const TensorEntry *values = nullptr, *scales = nullptr, *input_scale = nullptr;
+};
+
+class Reader final : public CompanionReader<Parts> {
  public:
   Reader(const Source& source, const ModelConfig& model, std::string config, const Config& parsed,
          ModuleList ignore)
-      : source_(source),
-        model_(model),
-        config_(std::move(config)),
+      : CompanionReader(source, model, std::move(config), kLayer),
         parsed_(parsed),
         ignore_(std::move(ignore)) {}
 
-  std::span<const std::string_view> suffixes(bool fused) const override {
-    if (fused) return kFusedSuffixes;
-    return kSuffixes;
-  }
-
-  Result<SchemeId> scheme(const Linear& linear) const override {
-    if (!is_quantized(linear)) return unquantized(linear);
-    const auto parts = find(linear);
-    if (!parts) return parts.status();
-    return parts->matrix.scheme;
-  }
-
-  Result<ExpertMatrix> read(const Linear& linear) const override {
-    if (!is_quantized(linear)) return read_unquantized(source_, linear);
-    auto parts = find(linear);
-    if (!parts) return parts.status();
-    QuantizedMatrix& matrix = parts->matrix;
-    matrix.values = read_bytes(source_, *parts->values);
-    matrix.scales = read_bytes(source_, *parts->scales);
-    if (matrix.scale_format == formats::f32 && parts->scales->dtype == DType::f8_e8m0)
-      widen_exponents(matrix);
-    if (parts->input_scale != nullptr) {
-      const auto value = read_single(source_, *parts->input_scale);
-      if (!value) return value.status();
-      matrix.input_scale = {*value, false};
-    }
-    return ExpertMatrix(std::move(matrix));
-  }
-
   std::optional<Quantized> quantized(const std::string& module) const override {
-    const TensorEntry* weight = source_.find(module + ".weight");
+    const TensorEntry* weight = entry(module, ".weight");
     if (weight == nullptr || weight->shape.size() != 2 || scale_suffix(module).empty()) return std::nullopt;
     if (weight->dtype == DType::i8)
       return Quantized{weight->shape[0], weight->shape[1] * 2, "fp8, experts in e2m1"};
@@ -103,37 +77,29 @@ class Reader final : public LinearReader {
   }
 
  private:
-  struct Parts {
-    QuantizedMatrix matrix;  ///< no data yet
-    const TensorEntry *values = nullptr, *scales = nullptr, *input_scale = nullptr;
-  };
-
-  std::string_view scale_suffix(const std::string& module) const {
-    for (const std::string_view suffix : {".weight_scale_inv", ".weight_scale", ".scale"})
-      if (source_.find(module + std::string(suffix)) != nullptr) return suffix;
+  Status load(const Linear&, Parts& parts) const override {
+    QuantizedMatrix& matrix = parts.matrix;
+    matrix.values = read_bytes(source_, *parts.values);
+    matrix.scales = read_bytes(source_, *parts.scales);
+    if (matrix.scale_format == formats::f32 && parts.scales->dtype == DType::f8_e8m0) widen_exponents(matrix);
+    if (parts.input_scale != nullptr) {
+      const auto value = read_single(source_, *parts.input_scale);
+      if (!value) return value.status();
+      matrix.input_scale = {*value, false};
+    }
     return {};
   }
 
-  /// Some layers are left unquantized though nothing says so: their tensors do.
-  bool is_quantized(const Linear& linear) const {
-    return !linear.fused && !scale_suffix(linear.module).empty();
+  std::string_view scale_suffix(const std::string& module) const {
+    for (const std::string_view suffix : kScales)
+      if (entry(module, suffix) != nullptr) return suffix;
+    return {};
   }
 
-  Result<SchemeId> unquantized(const Linear& linear) const {
-    const TensorEntry* weight = source_.find(linear.module + ".weight");
-    if (!linear.fused && weight != nullptr && (weight->dtype == DType::f8_e4m3 || weight->dtype == DType::i8))
-      return Status(
-          Code::bad_file,
-          fmt::format("{}: is {}, but there is no {}{}", source_.where(*weight), name(weight->dtype),
-                      linear.module, parsed_.block_n == 0 ? ".weight_scale" : ".weight_scale_inv"));
-    return unquantized_scheme(source_, linear, model_);
-  }
-
-  Result<Parts> find(const Linear& linear) const {
+  Result<Parts> find(const Linear& linear) const override {
     const std::int64_t n = linear.n, k = linear.k;
-    const std::string suffix(scale_suffix(linear.module));
-    const TensorEntry* scale = source_.find(linear.module + suffix);
-    const TensorEntry* weight = source_.find(linear.module + ".weight");
+    const std::string_view suffix = scale_suffix(linear.module);
+    const TensorEntry *scale = entry(linear.module, suffix), *weight = entry(linear.module, ".weight");
     const bool exponents = scale->dtype == DType::f8_e8m0 || scale->dtype == DType::u8;
     const bool fp4 = weight != nullptr && weight->dtype == DType::i8 && suffix == ".scale";
     const bool mx = exponents && (fp4 || scale->dtype == DType::u8);
@@ -172,8 +138,7 @@ class Reader final : public LinearReader {
       parts.scales = finder.require(suffix, {1}, kWideDtypes);
     }
     if (parsed_.static_input) parts.input_scale = finder.require(".input_scale", {1}, kWideDtypes);
-    if (ignore_.names(linear.module))
-      finder.fail(Code::bad_file, fmt::format("the layer is quantized, but {} names it", ignore_.key()));
+    finder.check_ignored(ignore_);
     if (!finder.status().ok()) return finder.status();
 
     const auto row = find_scheme(operand, activation);
@@ -183,9 +148,7 @@ class Reader final : public LinearReader {
                                 describe(operand, true), describe(activation, false)));
     if (Status status = check_shape(*row, n, k); !status.ok())
       return Status(Code::bad_file, fmt::format("{}: {}", source_.where(*parts.values), status.message()));
-    parts.matrix.scheme = *row;
-    parts.matrix.n = n;
-    parts.matrix.k = k;
+    parts.matrix = matrix_of(*row, linear);
     parts.matrix.scale_format = mx                                      ? formats::ue8m0
                                 : parts.scales->dtype == DType::f8_e8m0 ? formats::f32
                                                                         : wide_format(parts.scales->dtype);
@@ -207,9 +170,6 @@ class Reader final : public LinearReader {
     store_scales(matrix, 0, values.data(), values.size());
   }
 
-  const Source& source_;
-  const ModelConfig& model_;
-  std::string config_;
   Config parsed_;
   ModuleList ignore_;
 };

@@ -7,18 +7,18 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/companion_reader.h"
 #include "checkpoint/conventions.h"
 #include "checkpoint/fields.h"
 #include "checkpoint/integer_matrix.h"
 #include "checkpoint/json.h"
-#include "checkpoint/linear_tensors.h"
 #include "checkpoint/name_pattern.h"
 
 namespace gatefold {
 namespace {
 
 constexpr std::string_view kSuffixes[] = {".qweight", ".qzeros", ".scales", ".g_idx", ".bias", ".weight"};
-constexpr std::string_view kFusedSuffixes[] = {""};
+constexpr LayerSuffixes kLayer{.all = kSuffixes, .companions = std::span(kSuffixes).first(3)};
 
 struct Options {
   IntegerFormat format;
@@ -82,71 +82,23 @@ Result<Config> read_config(const nlohmann::json& quantization, const std::string
   return parsed;
 }
 
-class Reader final : public LinearReader {
+struct Parts {
+  QuantizedMatrix matrix;
+  Options options;
+  const TensorEntry *codes = nullptr, *zeros = nullptr, *scales = nullptr, *groups = nullptr, *bias = nullptr;
+};
+
+class Reader final : public CompanionReader<Parts> {
  public:
   Reader(const Source& source, const ModelConfig& model, std::string config, Config parsed)
-      : source_(source), model_(model), config_(std::move(config)), parsed_(std::move(parsed)) {}
-
-  std::span<const std::string_view> suffixes(bool fused) const override {
-    if (fused) return kFusedSuffixes;
-    return kSuffixes;
-  }
-
-  Result<SchemeId> scheme(const Linear& linear) const override {
-    if (!is_quantized(linear)) return unquantized_scheme(source_, linear, model_);
-    const auto parts = find(linear);
-    if (!parts) return parts.status();
-    return parts->row;
-  }
-
-  Result<ExpertMatrix> read(const Linear& linear) const override {
-    if (!is_quantized(linear)) return read_unquantized(source_, linear);
-    const auto parts = find(linear);
-    if (!parts) return parts.status();
-    if (Status status = check_bias(*parts); !status.ok()) return status;
-    auto order = groups_of(*parts, linear.k);
-    if (!order) return order.status();
-
-    const std::int64_t n = linear.n, k = linear.k;
-    const IntegerFormat& format = parts->options.format;
-    IntegerSource from;
-    from.format = format;
-    from.scale_format = wide_format(parts->scales->dtype);
-    from.scales =
-        transpose(source_.view(*parts->scales).data, format.groups(k), n, from.scale_format.bits / 8);
-    from.group_of = std::move(*order);
-    auto zeros = read_zeros(*parts, linear);
-    if (!zeros) return zeros.status();
-    const std::byte* words = source_.view(*parts->codes).data;
-    from.rows = [&](std::int64_t first, std::int64_t count, std::uint8_t* codes) {
-      unpack(words, n, k, format.bits, first, count, codes);
-    };
-    if (Status status = check_version(*parts, linear, from, *zeros); !status.ok()) return status;
-    if (!format.symmetric) from.zeros = std::move(*zeros);
-    auto matrix = integer_matrix(parts->row, n, k, from);
-    if (!matrix)
-      return Status(matrix.status().code(),
-                    source_.where(parts->groups == nullptr ? *parts->codes : *parts->groups) + ": " +
-                        matrix.status().message());
-    return ExpertMatrix(std::move(*matrix));
-  }
-
-  Result<std::vector<std::int32_t>> input_order(const Linear& linear) const override {
-    if (!is_quantized(linear)) return std::vector<std::int32_t>();
-    const auto parts = find(linear);
-    if (!parts) return parts.status();
-    const auto groups = groups_of(*parts, linear.k);
-    if (!groups) return groups.status();
-    if (groups->empty()) return std::vector<std::int32_t>();
-    return column_order(*groups, parts->options.format.groups(linear.k));
-  }
+      : CompanionReader(source, model, std::move(config), kLayer), parsed_(std::move(parsed)) {}
 
   std::optional<Quantized> quantized(const std::string& module) const override {
-    const TensorEntry* codes = source_.find(module + ".qweight");
-    const TensorEntry* scales = source_.find(module + ".scales");
+    const TensorEntry* codes = entry(module, ".qweight");
+    const TensorEntry* scales = entry(module, ".scales");
     if (codes == nullptr || codes->shape.size() != 2) return std::nullopt;
     const int bits = options(module).format.bits;
-    const TensorEntry* groups = source_.find(module + ".g_idx");
+    const TensorEntry* groups = entry(module, ".g_idx");
     const std::int64_t k =
         groups != nullptr && groups->shape.size() == 1 ? groups->shape[0] : codes->shape[0] * 32 / bits;
     const bool ordered = options(module).act_order;
@@ -157,18 +109,41 @@ class Reader final : public LinearReader {
   }
 
  private:
-  struct Parts {
-    Options options;
-    SchemeId row = SchemeId::bf16;
-    const TensorEntry *codes = nullptr, *zeros = nullptr, *scales = nullptr, *groups = nullptr,
-                      *bias = nullptr;
-  };
+  Status load(const Linear& linear, Parts& parts) const override {
+    if (Status status = check_bias(parts); !status.ok()) return status;
+    auto order = groups_of(parts, linear.k);
+    if (!order) return order.status();
 
-  bool is_quantized(const Linear& linear) const {
-    if (linear.fused) return false;
-    for (const char* suffix : {".qweight", ".qzeros", ".scales"})
-      if (source_.find(linear.module + suffix) != nullptr) return true;
-    return false;
+    const std::int64_t n = linear.n, k = linear.k;
+    const IntegerFormat& format = parts.options.format;
+    IntegerSource from;
+    from.format = format;
+    from.scale_format = wide_format(parts.scales->dtype);
+    from.scales =
+        transpose(source_.view(*parts.scales).data, format.groups(k), n, from.scale_format.bits / 8);
+    from.group_of = std::move(*order);
+    auto zeros = read_zeros(parts, linear);
+    if (!zeros) return zeros.status();
+    const std::byte* words = source_.view(*parts.codes).data;
+    from.rows = [&](std::int64_t first, std::int64_t count, std::uint8_t* codes) {
+      unpack(words, n, k, format.bits, first, count, codes);
+    };
+    if (Status status = check_version(parts, linear, from, *zeros); !status.ok()) return status;
+    if (!format.symmetric) from.zeros = std::move(*zeros);
+    auto matrix = integer_matrix(parts.matrix.scheme, n, k, from);
+    if (!matrix)
+      return Status(matrix.status().code(),
+                    source_.where(parts.groups == nullptr ? *parts.codes : *parts.groups) + ": " +
+                        matrix.status().message());
+    parts.matrix = std::move(*matrix);
+    return {};
+  }
+
+  Result<std::vector<std::int32_t>> input_order(const Linear& linear, const Parts& parts) const override {
+    const auto groups = groups_of(parts, linear.k);
+    if (!groups) return groups.status();
+    if (groups->empty()) return std::vector<std::int32_t>();
+    return column_order(*groups, parts.options.format.groups(linear.k));
   }
 
   const Options& options(const std::string& module) const {
@@ -177,7 +152,7 @@ class Reader final : public LinearReader {
     return parsed_.options;
   }
 
-  Result<Parts> find(const Linear& linear) const {
+  Result<Parts> find(const Linear& linear) const override {
     Parts parts;
     parts.options = options(linear.module);
     const IntegerFormat& format = parts.options.format;
@@ -201,7 +176,7 @@ class Reader final : public LinearReader {
     const std::int64_t sizes[] = {linear.k, model_.moe.hidden, model_.moe.intermediate};
     const auto row = integer_row(format, {}, expert_sizes(sizes, linear, model_));
     if (!row) return Status(row.status().code(), quantization_of(config_) + ": " + row.status().message());
-    parts.row = *row;
+    parts.matrix = matrix_of(*row, linear);
     return parts;
   }
 
@@ -307,9 +282,6 @@ class Reader final : public LinearReader {
       }
   }
 
-  const Source& source_;
-  const ModelConfig& model_;
-  std::string config_;
   Config parsed_;
 };
 

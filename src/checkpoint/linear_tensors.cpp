@@ -1,6 +1,7 @@
 #include "checkpoint/linear_tensors.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -41,6 +42,11 @@ void TensorFinder::fail(Code code, const std::string& what) {
   if (status_.ok()) status_ = {code, fmt::format("{}: {}: {}", asked_by_, linear_.module, what)};
 }
 
+void TensorFinder::check_ignored(const ModuleList& ignore) {
+  if (ignore.names(linear_.module))
+    fail(Code::bad_file, fmt::format("the layer is quantized, but {} names it", ignore.key()));
+}
+
 Result<float> read_single(const Source& source, const TensorEntry& entry) {
   float value = 0;
   load_scales(wide_format(entry.dtype), source.view(entry).data, 0, 1, &value);
@@ -66,6 +72,14 @@ Status check_unsigned(const Source& source, const TensorEntry& entry) {
     if ((view.data[i] & std::byte{0x80}) != std::byte{0})
       return {Code::bad_file, fmt::format("{}: scale {} is negative", source.where(entry), i)};
   return {};
+}
+
+Status check_not_codes(const Source& source, const std::string& module,
+                       std::span<const std::string_view> companions) {
+  const TensorEntry* weight = source.find(module + ".weight");
+  if (weight == nullptr || bits(weight->dtype) != 8) return {};
+  return {Code::bad_file, fmt::format("{}: is {}, but there is no {}{}", source.where(*weight),
+                                      name(weight->dtype), module, fmt::join(companions, " or "))};
 }
 
 std::vector<std::byte> transpose(const std::byte* data, std::int64_t rows, std::int64_t cols,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/convention.h"
+#include "checkpoint/module_list.h"
 
 namespace gatefold {
 
@@ -36,6 +37,8 @@ class TensorFinder {
   /// The tensor must not exist.
   void refuse(std::string_view suffix, std::string_view why, Code code = Code::bad_file);
   void fail(Code code, const std::string& what);
+  /// The layer, which is quantized, must not be in a list of those that are not.
+  void check_ignored(const ModuleList& ignore);
 
   const Status& status() const { return status_; }
 
@@ -55,6 +58,10 @@ std::vector<std::int32_t> read_i32(const Source& source, const TensorEntry& entr
 
 /// Error: a code of ue4m3 with a sign.
 Status check_unsigned(const Source& source, const TensorEntry& entry);
+
+/// Error: <module>.weight has 8-bit numbers, which mean nothing without one of the `companions`.
+Status check_not_codes(const Source& source, const std::string& module,
+                       std::span<const std::string_view> companions);
 
 /// [rows, cols] to [cols, rows] of elements of `size` bytes.
 std::vector<std::byte> transpose(const std::byte* data, std::int64_t rows, std::int64_t cols,

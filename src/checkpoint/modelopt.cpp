@@ -13,12 +13,11 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/companion_reader.h"
 #include "checkpoint/conventions.h"
 #include "checkpoint/fields.h"
 #include "checkpoint/json.h"
-#include "checkpoint/linear_tensors.h"
 #include "checkpoint/modelopt.h"
-#include "checkpoint/module_list.h"
 #include "checkpoint/name_pattern.h"
 
 namespace gatefold {
@@ -51,7 +50,7 @@ using modelopt::Algorithm;
 
 constexpr std::string_view kSuffixes[] = {".weight",      ".weight_scale",    ".weight_scale_2",
                                           ".input_scale", ".pre_quant_scale", ".bias"};
-constexpr std::string_view kFusedSuffixes[] = {""};
+constexpr LayerSuffixes kLayer{.all = kSuffixes, .companions = std::span(kSuffixes).subspan(1, 1)};
 
 Result<const Algorithm*> find_algorithm(const std::string& name, const std::string& where) {
   std::string known;
@@ -123,48 +122,19 @@ Result<Config> read_config(const nlohmann::json& quantization, const std::string
   return parsed;
 }
 
-class Reader final : public LinearReader {
+struct Parts {
+  QuantizedMatrix matrix;
+  const TensorEntry *values = nullptr, *scales = nullptr, *tensor_scale = nullptr, *input_scale = nullptr;
+};
+
+class Reader final : public CompanionReader<Parts> {
  public:
   Reader(const Source& source, const ModelConfig& model, std::string config, Config parsed)
-      : source_(source), model_(model), config_(std::move(config)), parsed_(std::move(parsed)) {}
-
-  std::span<const std::string_view> suffixes(bool fused) const override {
-    if (fused) return kFusedSuffixes;
-    return kSuffixes;
-  }
-
-  Result<SchemeId> scheme(const Linear& linear) const override {
-    if (!is_quantized(linear)) return unquantized(linear);
-    const auto parts = find(linear);
-    if (!parts) return parts.status();
-    return parts->matrix.scheme;
-  }
-
-  Result<ExpertMatrix> read(const Linear& linear) const override {
-    if (!is_quantized(linear)) return read_unquantized(source_, linear);
-    auto parts = find(linear);
-    if (!parts) return parts.status();
-    QuantizedMatrix& matrix = parts->matrix;
-    if (gatefold::scheme(matrix.scheme).weight.scale == formats::ue4m3)
-      if (Status status = check_unsigned(source_, *parts->scales); !status.ok()) return status;
-    matrix.values = read_bytes(source_, *parts->values);
-    matrix.scales = read_bytes(source_, *parts->scales);
-    if (parts->tensor_scale != nullptr) {
-      const auto value = read_single(source_, *parts->tensor_scale);
-      if (!value) return value.status();
-      matrix.tensor_scale = {*value, false};
-    }
-    if (parts->input_scale != nullptr) {
-      const auto value = read_single(source_, *parts->input_scale);
-      if (!value) return value.status();
-      matrix.input_scale = {*value, false};
-    }
-    return ExpertMatrix(std::move(matrix));
-  }
+      : CompanionReader(source, model, std::move(config), kLayer), parsed_(std::move(parsed)) {}
 
   std::optional<Quantized> quantized(const std::string& module) const override {
-    const TensorEntry* weight = source_.find(module + ".weight");
-    if (weight == nullptr || weight->shape.size() != 2 || source_.find(module + ".weight_scale") == nullptr)
+    const TensorEntry* weight = entry(module, ".weight");
+    if (weight == nullptr || weight->shape.size() != 2 || entry(module, ".weight_scale") == nullptr)
       return std::nullopt;
     const Algorithm* algorithm = algorithm_of(module);
     return Quantized{weight->shape[0], weight->shape[1] * (weight->dtype == DType::u8 ? 2 : 1),
@@ -174,13 +144,23 @@ class Reader final : public LinearReader {
   ScaleRule activation_rule() const override { return ScaleRule::modelopt; }
 
  private:
-  struct Parts {
-    QuantizedMatrix matrix;  ///< no data yet
-    const TensorEntry *values = nullptr, *scales = nullptr, *tensor_scale = nullptr, *input_scale = nullptr;
-  };
-
-  bool is_quantized(const Linear& linear) const {
-    return !linear.fused && source_.find(linear.module + ".weight_scale") != nullptr;
+  Status load(const Linear&, Parts& parts) const override {
+    QuantizedMatrix& matrix = parts.matrix;
+    if (gatefold::scheme(matrix.scheme).weight.scale == formats::ue4m3)
+      if (Status status = check_unsigned(source_, *parts.scales); !status.ok()) return status;
+    matrix.values = read_bytes(source_, *parts.values);
+    matrix.scales = read_bytes(source_, *parts.scales);
+    if (parts.tensor_scale != nullptr) {
+      const auto value = read_single(source_, *parts.tensor_scale);
+      if (!value) return value.status();
+      matrix.tensor_scale = {*value, false};
+    }
+    if (parts.input_scale != nullptr) {
+      const auto value = read_single(source_, *parts.input_scale);
+      if (!value) return value.status();
+      matrix.input_scale = {*value, false};
+    }
+    return {};
   }
 
   const Algorithm* algorithm_of(const std::string& module) const {
@@ -189,19 +169,11 @@ class Reader final : public LinearReader {
     return found == parsed_.layers.end() ? nullptr : found->second;
   }
 
-  Result<SchemeId> unquantized(const Linear& linear) const {
-    const TensorEntry* weight = source_.find(linear.module + ".weight");
-    if (!linear.fused && weight != nullptr && (weight->dtype == DType::f8_e4m3 || weight->dtype == DType::u8))
-      return Status(Code::bad_file, fmt::format("{}: is {}, but there is no {}.weight_scale",
-                                                source_.where(*weight), name(weight->dtype), linear.module));
-    return unquantized_scheme(source_, linear, model_);
-  }
-
-  Result<Parts> find(const Linear& linear) const {
+  Result<Parts> find(const Linear& linear) const override {
     const std::int64_t n = linear.n, k = linear.k;
     const std::string where = quantization_of(config_);
     const Algorithm* algorithm = algorithm_of(linear.module);
-    const TensorEntry* scale = source_.find(linear.module + ".weight_scale");
+    const TensorEntry* scale = entry(linear.module, ".weight_scale");
     if (algorithm == nullptr || parsed_.ignore.names(linear.module))
       return Status(Code::bad_file, fmt::format("{} says that the layer is quantized, but {}.{}",
                                                 source_.where(*scale), where,
@@ -216,10 +188,7 @@ class Reader final : public LinearReader {
       return Status(Code::bad_file, fmt::format("{}: {}: {}", where, linear.module, status.message()));
 
     Parts parts;
-    parts.matrix.scheme = *row;
-    parts.matrix.n = n;
-    parts.matrix.k = k;
-    parts.matrix.scale_format = weight.scale;
+    parts.matrix = matrix_of(*row, linear);
     TensorFinder finder(source_, linear, fmt::format("{}: quant_algo {}", where, algorithm->name));
     finder.refuse(".pre_quant_scale", "inputs with scales of their own are not supported", Code::unsupported);
     finder.refuse(".bias", "experts with biases are not supported", Code::unsupported);
@@ -258,9 +227,6 @@ class Reader final : public LinearReader {
 
   static constexpr Granularity per_tensor = operands::per_tensor, per_channel = operands::per_channel;
 
-  const Source& source_;
-  const ModelConfig& model_;
-  std::string config_;
   Config parsed_;
 };
 

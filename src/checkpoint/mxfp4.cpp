@@ -6,9 +6,8 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/companion_reader.h"
 #include "checkpoint/conventions.h"
-#include "checkpoint/linear_tensors.h"
-#include "checkpoint/module_list.h"
 #include "format/matrix.h"
 
 namespace gatefold {
@@ -16,65 +15,50 @@ namespace {
 
 constexpr std::string_view kSuffixes[] = {".weight"};
 constexpr std::string_view kFusedSuffixes[] = {"", "_blocks", "_scales"};
+constexpr LayerSuffixes kLayer{.all = kSuffixes,
+                               .companions = std::span(kFusedSuffixes).subspan(1),
+                               .fused = kFusedSuffixes,
+                               .fused_companions = true};
 
-class Reader final : public LinearReader {
+constexpr SchemeId kRow =
+    *find_scheme(operands::scaled(formats::e2m1, formats::ue8m0, operands::per_group(32)), operands::act16);
+
+struct Parts {
+  QuantizedMatrix matrix;
+  const TensorEntry *blocks = nullptr, *scales = nullptr;
+};
+
+class Reader final : public CompanionReader<Parts> {
  public:
   Reader(const Source& source, const ModelConfig& model, std::string config, ModuleList ignore)
-      : source_(source), model_(model), config_(std::move(config)), ignore_(std::move(ignore)) {}
-
-  std::span<const std::string_view> suffixes(bool fused) const override {
-    if (fused) return kFusedSuffixes;
-    return kSuffixes;
-  }
-
-  Result<SchemeId> scheme(const Linear& linear) const override {
-    if (!is_quantized(linear)) return unquantized_scheme(source_, linear, model_);
-    const auto parts = find(linear);
-    if (!parts) return parts.status();
-    return kRow;
-  }
-
-  Result<ExpertMatrix> read(const Linear& linear) const override {
-    if (!is_quantized(linear)) return read_unquantized(source_, linear);
-    const auto parts = find(linear);
-    if (!parts) return parts.status();
-    QuantizedMatrix matrix = make_matrix(kRow, linear.n, linear.k);
-    copy_rows(*parts->blocks, *linear.fused, linear.k / 2, matrix.values);
-    copy_rows(*parts->scales, *linear.fused, linear.k / 32, matrix.scales);
-    return ExpertMatrix(std::move(matrix));
-  }
+      : CompanionReader(source, model, std::move(config), kLayer), ignore_(std::move(ignore)) {}
 
   std::optional<Quantized> quantized(const std::string& module) const override {
-    const TensorEntry* blocks = source_.find(module + "_blocks");
+    const TensorEntry* blocks = entry(module, "_blocks");
     if (blocks == nullptr || blocks->shape.size() != 4) return std::nullopt;
     return Quantized{blocks->shape[1], blocks->shape[2] * 32, "mxfp4 blocks"};
   }
 
  private:
-  static constexpr SchemeId kRow =
-      *find_scheme(operands::scaled(formats::e2m1, formats::ue8m0, operands::per_group(32)), operands::act16);
-
-  struct Parts {
-    const TensorEntry *blocks = nullptr, *scales = nullptr;
-  };
-
-  bool is_quantized(const Linear& linear) const {
-    return linear.fused && (source_.find(linear.module + "_blocks") != nullptr ||
-                            source_.find(linear.module + "_scales") != nullptr);
+  Status load(const Linear& linear, Parts& parts) const override {
+    parts.matrix = make_matrix(kRow, linear.n, linear.k);
+    copy_rows(*parts.blocks, *linear.fused, linear.k / 2, parts.matrix.values);
+    copy_rows(*parts.scales, *linear.fused, linear.k / 32, parts.matrix.scales);
+    return {};
   }
 
-  Result<Parts> find(const Linear& linear) const {
+  Result<Parts> find(const Linear& linear) const override {
     constexpr DType bytes[] = {DType::u8};
     const std::int64_t experts = linear.fused->experts, rows = linear.fused->rows;
     TensorFinder finder(source_, linear, quantization_of(config_));
     if (linear.k % 32 != 0)
       finder.fail(Code::bad_file, fmt::format("k = {} is not a multiple of 32", linear.k));
     Parts parts;
+    parts.matrix = matrix_of(kRow, linear);
     finder.refuse("", "there are _blocks too");
     parts.blocks = finder.require("_blocks", {experts, rows, linear.k / 32, 16}, bytes);
     parts.scales = finder.require("_scales", {experts, rows, linear.k / 32}, kExponents);
-    if (ignore_.names(linear.module))
-      finder.fail(Code::bad_file, fmt::format("the layer is quantized, but {} names it", ignore_.key()));
+    finder.check_ignored(ignore_);
     if (!finder.status().ok()) return finder.status();
     return parts;
   }
@@ -89,9 +73,6 @@ class Reader final : public LinearReader {
                   size);
   }
 
-  const Source& source_;
-  const ModelConfig& model_;
-  std::string config_;
   ModuleList ignore_;
 };
 

@@ -5,6 +5,7 @@
 
 #include "cuda/measure.h"
 #include "moe/kernel.h"
+#include "quantize/layer_quantizer.h"
 
 namespace gatefold::cuda {
 namespace {
@@ -64,6 +65,10 @@ Result<Clocks> read_clocks(int) {
 }  // namespace gatefold::cuda
 
 namespace gatefold {
+
+Result<std::unique_ptr<LayerQuantizer>> cuda_layer_quantizer(const LayerInputs&, int, int) {
+  return cuda::device_info().status();
+}
 
 std::span<const KernelInfo> cuda_kernels() {
   static const std::vector<KernelInfo> list = [] {

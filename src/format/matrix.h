@@ -47,6 +47,17 @@ inline void store_scales(QuantizedMatrix& matrix, std::int64_t at, const float* 
   });
 }
 
+/// The zero points of one row of scales, for schemes that store them. They must be 0 so far.
+inline void store_zeros(QuantizedMatrix& matrix, std::int64_t scale_row, const float* zeros,
+                        std::size_t count) {
+  const std::int64_t row_bytes = matrix.layout().zero_row_bytes;
+  for (std::size_t g = 0; row_bytes != 0 && g < count; ++g) {
+    const auto code = static_cast<std::byte>(zeros[g]);
+    matrix.zero_points[static_cast<std::size_t>(scale_row * row_bytes) + g / 2] |=
+        g % 2 == 0 ? code : code << 4;
+  }
+}
+
 /// Scales `at` .. `at + count` as f32.
 inline void load_scales(Format format, const std::byte* scales, std::int64_t at, std::int64_t count,
                         float* out) {

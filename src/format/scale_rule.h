@@ -132,6 +132,25 @@ inline GroupScale group_scale(const Operand& o, GroupRange range, const TensorSc
   return group;
 }
 
+/// Searches of scales try ranges times these factors, the plain rule first. Those above 1 matter where a
+/// format's steps grow with the value (amax on 4 instead of 6).
+inline constexpr int search_steps = 47;
+GATEFOLD_HD constexpr float search_factor(int step) {
+  return step == 0 ? 1.0f : 0.6f + 0.02f * static_cast<float>(step);
+}
+
+/// The value nearest to x in format F under a scale and zero point.
+template <Format F>
+GATEFOLD_HD constexpr float nearest(float x, float scale, float zero) {
+  if (!(scale > 0)) return 0;
+  if constexpr (F.kind == Kind::unsigned_integer) {
+    const float code = x / scale, low = code > -1e6f ? code : -1e6f;
+    return (round_to<F>(detail::round_to_integer(low < 1e6f ? low : 1e6f) + zero) - zero) * scale;
+  } else {
+    return round_to<F>(x / scale) * scale;
+  }
+}
+
 /// The scale of a whole row or tensor of activations: e4m3 with f32 scales has a floor of 1 / (448 * 512), as
 /// other libraries have it.
 template <Format S>

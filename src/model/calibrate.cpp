@@ -45,9 +45,12 @@ std::string describe_job(const Checkpoint& source, std::span<const std::int32_t>
   for (const fs::path& file : source.files())
     model.add(fmt::format("{};", fs::last_write_time(file, ignored).time_since_epoch().count()));
   text.add(std::as_bytes(tokens));
-  return fmt::format("{} {}, window {}, damping {}, at least {} samples, model {:016x}, {} tokens {:016x}",
-                     name(options.method), scheme(options.scheme).name, options.window, options.damping,
-                     options.min_samples, model.value(), tokens.size(), text.value());
+  return fmt::format(
+      "{} {} on {}, {}, window {}, damping {}, at least {} samples, model {:016x}, {} tokens {:016x}",
+      name(options.method), scheme(options.scheme).name,
+      options.device.kind == Device::Kind::cuda ? "cuda" : "cpu",
+      options.activation_scale == ActivationScale::mse ? "mse" : "percentile", options.window,
+      options.damping, options.min_samples, model.value(), tokens.size(), text.value());
 }
 
 Status check_method(const CalibrateOptions& options) {
@@ -58,6 +61,9 @@ Status check_method(const CalibrateOptions& options) {
                         options.min_samples, options.threads, options.damping)};
   if (!row.weight.quantized())
     return {Code::invalid_argument, fmt::format("{} is not quantized: nothing to calibrate", row.name)};
+  if (options.method != Method::gptq && options.device.kind == Device::Kind::cuda)
+    return {Code::invalid_argument,
+            fmt::format("{} runs on the CPU; gptq runs on a GPU, too", name(options.method))};
   if (options.method == Method::smoothquant && !row.quantizes_activations())
     return {
         Code::invalid_argument,
@@ -214,6 +220,8 @@ Result<CalibrateReport> calibrate(const Checkpoint& source, const fs::path& dest
   CalibrateOptions options = given;
   if (options.threads == 0) options.threads = omp_get_max_threads();
   if (Status status = check_method(options); !status.ok()) return status;
+  if (options.device.kind == Device::Kind::cuda)
+    if (const auto device = cuda::device_info(options.device.index); !device) return device.status();
   if (Status status = check_windows(tokens, options.window); !status.ok()) return status;
   const ModelConfig& config = source.config();
   for (std::size_t i = 0; i < tokens.size(); ++i)

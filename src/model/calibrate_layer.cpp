@@ -22,9 +22,9 @@ namespace {
 using Floats = std::vector<float>;
 
 constexpr std::int64_t chunk = 1024;         // tokens multiplied at once
-constexpr std::int64_t sample_rows = 512;    // tokens for searches of scales
 constexpr double damping_per_unknown = 3;    // times inputs over samples: what so few samples cannot tell
 constexpr float borrowed_importance = 0.1f;  // of a token that is routed elsewhere, next to one that is not
+constexpr int most_device_workers = 4;       // each has buffers of its own on the device
 
 /// y [rows, n] = x [rows, k] W^T, W [n, k]
 void multiply(const float* x, std::int64_t rows, const Floats& w, std::int64_t k, float* y) {
@@ -49,37 +49,6 @@ Floats dequantized(const QuantizedMatrix& matrix) {
 struct Ffn {
   Floats gate, up, down;
 };
-
-/// Tokens that an expert is quantized for, in ascending order.
-struct Samples {
-  std::vector<std::int32_t> tokens;
-  Floats weights;     // of the expert's output; 0: routed elsewhere
-  Floats importance;  // of an error: the weight's square
-  std::int64_t routed = 0;
-  std::int64_t size() const { return static_cast<std::int64_t>(tokens.size()); }
-};
-
-/// Some rows of x [rows, k]: spread evenly, and those with the largest numbers, which a scale must not cut
-/// off.
-Sample sample_of(const Floats& x, std::int64_t k) {
-  const auto rows = static_cast<std::int64_t>(x.size()) / k;
-  std::vector<std::int64_t> chosen(static_cast<std::size_t>(rows));
-  std::iota(chosen.begin(), chosen.end(), 0);
-  if (rows > sample_rows) {
-    Floats largest(chosen.size(), 0.0f);
-    for (std::int64_t i = 0; i < rows * k; ++i) largest[i / k] = std::max(largest[i / k], std::fabs(x[i]));
-    const auto extremes = chosen.begin() + sample_rows / 16;
-    std::partial_sort(chosen.begin(), extremes, chosen.end(), [&](std::int64_t a, std::int64_t b) {
-      return largest[a] != largest[b] ? largest[a] > largest[b] : a < b;
-    });
-    chosen.erase(extremes, chosen.end());
-    for (std::int64_t i = 0; i < sample_rows; ++i) chosen.push_back(i * rows / sample_rows);
-  }
-  Sample sample{{}, static_cast<std::int64_t>(chosen.size()), k};
-  for (const std::int64_t row : chosen)
-    sample.x.insert(sample.x.end(), x.begin() + row * k, x.begin() + (row + 1) * k);
-  return sample;
-}
 
 /// sum of importance * x x^T
 class Gram {
@@ -125,14 +94,17 @@ class Layer {
   Status route_tokens();
   Status add_shared();
   Samples samples_of(int expert, std::int64_t at_least) const;
+  Status start_device();
+  Result<PlainExpert> views(int expert) const;
   Result<Ffn> load(int expert) const;
+  GptqOptions gptq_options(const Samples& samples, std::int64_t k) const;
   Result<Floats> search_fold() const;
   void divide_normed(const Floats& fold);
   Floats gather(const Samples& samples, std::int64_t begin, std::int64_t count) const;
   Floats inner(const Ffn& ffn, const Floats& x) const;
   Floats inner_of(const Ffn& ffn, const Samples& samples) const;
   Status quantize_expert(Ffn ffn, const Samples& samples, QuantizedExpert& out, Floats& y) const;
-  Status quantize_matrix(const Floats& weights, const Floats& hessian, const Samples& samples,
+  Status quantize_matrix(const Floats& weights, const Floats& hessian, const GptqOptions& gptq_options,
                          QuantizedMatrix& out) const;
   Floats output(const QuantizedMatrix& down, Floats y, const Samples& samples) const;
   void add(const Samples& samples, const Floats& output);
@@ -152,7 +124,26 @@ class Layer {
   std::vector<std::int32_t> ids_;
   Floats weights_, fold_;
   std::optional<TensorScale> input_scale_;  // static, of gate and up
+  std::unique_ptr<LayerQuantizer> device_;  // none: on the CPU
+  int workers_ = 0;                         // experts at a time
 };
+
+/// What comes now is done on the device, if there is one.
+Status Layer::start_device() {
+  const bool on_cpu = options_.device.kind == Device::Kind::cpu;
+  workers_ = on_cpu ? options_.threads : std::min(options_.threads, most_device_workers);
+  if (on_cpu) return {};
+  auto device = cuda_layer_quantizer({.scheme = options_.scheme,
+                                      .tokens = tokens_,
+                                      .hidden = hidden_,
+                                      .inner = inner_,
+                                      .normed = stream_.normed.data(),
+                                      .residual = stream_.residual.data()},
+                                     workers_, options_.device.index);
+  if (!device) return device.status();
+  device_ = std::move(*device);
+  return {};
+}
 
 Status Layer::route_tokens() {
   const auto router = checkpoint_.router(layer_);
@@ -235,15 +226,22 @@ Samples Layer::samples_of(int expert, std::int64_t at_least) const {
   return samples;
 }
 
-/// An expert's weights, gate and up times the fold.
-Result<Ffn> Layer::load(int expert) const {
-  Ffn ffn;
-  Floats* const parts[] = {&ffn.gate, &ffn.up, &ffn.down};
+Result<PlainExpert> Layer::views(int expert) const {
+  PlainExpert views;
+  MatrixView* const parts[] = {&views.gate, &views.up, &views.down};
   for (const Projection p : {Projection::gate, Projection::up, Projection::down}) {
     const auto matrix = checkpoint_.expert(layer_, expert, p);
     if (!matrix) return matrix.status();
-    *parts[static_cast<int>(p)] = widened(std::get<MatrixView>(*matrix));
+    *parts[static_cast<int>(p)] = std::get<MatrixView>(*matrix);
   }
+  return views;
+}
+
+/// An expert's weights, gate and up times the fold.
+Result<Ffn> Layer::load(int expert) const {
+  const auto from = views(expert);
+  if (!from) return from.status();
+  Ffn ffn{widened(from->gate), widened(from->up), widened(from->down)};
   for (Floats* part : {&ffn.gate, &ffn.up})
     for (std::size_t i = 0; !fold_.empty() && i < part->size(); ++i) (*part)[i] *= fold_[i % fold_.size()];
   return ffn;
@@ -301,15 +299,18 @@ Floats Layer::inner_of(const Ffn& ffn, const Samples& samples) const {
   return all;
 }
 
-Status Layer::quantize_matrix(const Floats& weights, const Floats& hessian, const Samples& samples,
+GptqOptions Layer::gptq_options(const Samples& samples, std::int64_t k) const {
+  const double unknown =
+      static_cast<double>(k) / static_cast<double>(std::max<std::int64_t>(1, samples.routed));
+  return {.damping = options_.damping + std::min(1.0, damping_per_unknown * unknown)};
+}
+
+Status Layer::quantize_matrix(const Floats& weights, const Floats& hessian, const GptqOptions& gptq_options,
                               QuantizedMatrix& out) const {
   const auto k = static_cast<std::int64_t>(std::lround(std::sqrt(static_cast<double>(hessian.size()))));
   const auto n = static_cast<std::int64_t>(weights.size()) / k;
   if (options_.method != Method::awq) {
-    const double unknown =
-        static_cast<double>(k) / static_cast<double>(std::max<std::int64_t>(1, samples.routed));
-    const double damping = options_.damping + std::min(1.0, damping_per_unknown * unknown);
-    auto matrix = gptq(options_.scheme, n, k, weights.data(), hessian, {.damping = damping});
+    auto matrix = gptq(options_.scheme, n, k, weights.data(), hessian, gptq_options);
     if (!matrix) return matrix.status();
     out = std::move(*matrix);
     return {};
@@ -317,7 +318,8 @@ Status Layer::quantize_matrix(const Floats& weights, const Floats& hessian, cons
   if (Status status = check_shape(options_.scheme, n, k); !status.ok()) return status;
   Floats importance(static_cast<std::size_t>(k));
   for (std::int64_t j = 0; j < k; ++j) importance[j] = hessian[j * k + j] + 1e-20f;
-  out = Grid(options_.scheme, n, k, weights.data(), importance.data()).encode(weights.data());
+  out = Grid(options_.scheme, n, k, weights.data(), importance.data(), gptq_options.tensor_amax)
+            .encode(weights.data());
   return {};
 }
 
@@ -339,13 +341,17 @@ Status Layer::quantize_expert(Ffn ffn, const Samples& samples, QuantizedExpert& 
     inputs.add(gather(samples, begin, count).data(), samples.importance.data() + begin, count);
   }
   const Floats hessian = std::move(inputs).finish();
-  if (Status status = quantize_matrix(ffn.gate, hessian, samples, out.gate); !status.ok()) return status;
-  if (Status status = quantize_matrix(ffn.up, hessian, samples, out.up); !status.ok()) return status;
+  GptqOptions gate_up = gptq_options(samples, hidden_);
+  for (const Floats* part : {&ffn.gate, &ffn.up})
+    gate_up.tensor_amax =
+        std::max(gate_up.tensor_amax, largest_magnitude({part->data(), DType::f32, inner_, hidden_}));
+  if (Status status = quantize_matrix(ffn.gate, hessian, gate_up, out.gate); !status.ok()) return status;
+  if (Status status = quantize_matrix(ffn.up, hessian, gate_up, out.up); !status.ok()) return status;
   out.gate.input_scale = out.up.input_scale = input_scale_;
 
   y = inner_of({dequantized(out.gate), dequantized(out.up), {}}, samples);
   std::optional<TensorScale> scale;
-  if (input_scale_) scale = search_static_scale(activation_, sample_of(y, inner_));
+  if (input_scale_) scale = static_scale(options_.activation_scale, activation_, y, inner_);
   Gram middle(inner_);
   for (std::int64_t begin = 0; begin < samples.size(); begin += chunk) {
     const std::int64_t count = std::min(chunk, samples.size() - begin);
@@ -353,7 +359,9 @@ Status Layer::quantize_expert(Ffn ffn, const Samples& samples, QuantizedExpert& 
     round_activations(activation_, scale ? &*scale : nullptr, inner_, part);
     middle.add(part.data(), samples.importance.data() + begin, count);
   }
-  if (Status status = quantize_matrix(ffn.down, std::move(middle).finish(), samples, out.down); !status.ok())
+  if (Status status =
+          quantize_matrix(ffn.down, std::move(middle).finish(), gptq_options(samples, inner_), out.down);
+      !status.ok())
     return status;
   out.down.input_scale = scale;
   return {};
@@ -379,7 +387,7 @@ Status Layer::for_each_expert(const std::function<Status(int, Samples&, Floats&)
                               const std::function<bool()>& done) {
   Status failure;
   bool stopped = false;
-#pragma omp parallel num_threads(options_.threads)
+#pragma omp parallel num_threads(workers_)
   {
     const SerialBlas serial;
 #pragma omp for schedule(dynamic, 1) ordered
@@ -389,18 +397,24 @@ Status Layer::for_each_expert(const std::function<Status(int, Samples&, Floats&)
       skip = stopped;
       Samples samples;
       Floats out;
-      const Status status = skip ? Status() : work(expert, samples, out);
+      Status status = skip ? Status() : work(expert, samples, out);
 #pragma omp ordered
       {
+        if (!stopped && status.ok()) {
+          if (device_ != nullptr)
+            status = device_->add(omp_get_thread_num());
+          else
+            add(samples, out);
+        }
         if (!stopped && !status.ok()) failure = at(expert, status);
         const bool stop = stopped || !status.ok() || (done && !done());
-        if (!stop) add(samples, out);
 #pragma omp atomic write
         stopped = stop;
       }
     }
   }
   if (failure.ok() && stopped) return {Code::io_error, "interrupted"};
+  if (failure.ok() && device_ != nullptr) return device_->finish(stream_.residual.data());
   return failure;
 }
 
@@ -416,14 +430,21 @@ Result<QuantizedLayer> Layer::calibrate(const std::function<bool()>& expert_done
     divide_normed(*fold);
     layer.fold = std::move(*fold);
     if (has_static_scale(activation_))
-      input_scale_ = search_static_scale(activation_, sample_of(stream_.normed, hidden_));
+      input_scale_ = static_scale(options_.activation_scale, activation_, stream_.normed, hidden_);
   }
+  if (Status status = start_device(); !status.ok()) return status;
   const auto work = [&](int expert, Samples& samples, Floats& out) -> Status {
     samples = samples_of(expert, options_.min_samples);
     layer.samples[expert] = samples.routed;
+    QuantizedExpert& quantized = layer.experts[expert];
+    if (device_ != nullptr) {
+      const auto plain = views(expert);
+      if (!plain) return plain.status();
+      const LayerQuantizer::Options each{gptq_options(samples, hidden_), gptq_options(samples, inner_)};
+      return device_->quantize(omp_get_thread_num(), *plain, samples, each, quantized);
+    }
     auto ffn = load(expert);
     if (!ffn) return ffn.status();
-    QuantizedExpert& quantized = layer.experts[expert];
     Floats y;
     if (Status status = quantize_expert(std::move(*ffn), samples, quantized, y); !status.ok()) return status;
     out = output(quantized.down, std::move(y), samples);
@@ -438,9 +459,11 @@ Status Layer::run(const QuantizedLayer& quantized) {
   if (Status status = add_shared(); !status.ok()) return status;
   divide_normed(quantized.fold);
   input_scale_ = quantized.experts.front().gate.input_scale;
+  if (Status status = start_device(); !status.ok()) return status;
   const auto work = [&](int expert, Samples& samples, Floats& out) -> Status {
     samples = samples_of(expert, 0);
     const QuantizedExpert& e = quantized.experts[expert];
+    if (device_ != nullptr) return device_->run(omp_get_thread_num(), e, samples);
     out = output(e.down, inner_of({dequantized(e.gate), dequantized(e.up), {}}, samples), samples);
     return {};
   };

@@ -8,6 +8,7 @@
 
 #include "gatefold/calibrate.h"
 #include "gatefold/quantize.h"
+#include "quantize/layer_quantizer.h"
 
 namespace gatefold {
 
@@ -15,10 +16,6 @@ namespace gatefold {
 struct Stream {
   std::vector<float> residual;  ///< what one layer hands to the next
   std::vector<float> normed;    ///< what an MoE layer reads
-};
-
-struct QuantizedExpert {
-  QuantizedMatrix gate, up, down;
 };
 
 struct QuantizedLayer {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "format/scale_rule.h"
 #include "moe/reference.h"
@@ -60,7 +61,70 @@ void scale_channels(Floats& x, const Floats& s, bool divide) {
     for (std::size_t j = 0; j < s.size(); ++j) x[i + j] = divide ? x[i + j] / s[j] : x[i + j] * s[j];
 }
 
+/// A scale under which nothing up to `limit` is cut off.
+TensorScale scale_up_to(const Operand& operand, float limit) {
+  if (operand.tensor_scale.stored()) return {1.0f / tensor_scale(operand, limit), true};
+  return {whole_scale(operand, limit), false};
+}
+
+/// The one with the least squared error.
+TensorScale search_static_scale(const Operand& operand, const Sample& sample) {
+  float amax = 0;
+  for (const float x : sample.x) amax = std::max(amax, std::fabs(x));
+  TensorScale best;
+  double least = std::numeric_limits<double>::infinity();
+  for (int step = 0; step <= 20; ++step) {
+    const TensorScale scale = scale_up_to(operand, amax * (1.0f - 0.03f * static_cast<float>(step)));
+    std::vector<double> rounded(sample.x.begin(), sample.x.end());
+    reference_round(operand, &scale, sample.k, rounded);
+    double error = 0;
+    for (std::size_t i = 0; i < rounded.size(); ++i)
+      error += (rounded[i] - sample.x[i]) * (rounded[i] - sample.x[i]);
+    if (error < least) {
+      least = error;
+      best = scale;
+    }
+  }
+  return best;
+}
+
+/// Of the magnitudes in some rows that are spread evenly.
+float percentile(const Floats& x, std::int64_t k) {
+  constexpr std::int64_t at_most = 2048;
+  constexpr double cut_off = 1e-4;
+  const auto rows = static_cast<std::int64_t>(x.size()) / k, taken = std::min(rows, at_most);
+  if (taken == 0) return 0;
+  Floats magnitudes(static_cast<std::size_t>(taken * k));
+  for (std::int64_t i = 0; i < taken; ++i)
+    std::transform(x.begin() + i * rows / taken * k, x.begin() + (i * rows / taken + 1) * k,
+                   magnitudes.begin() + i * k, [](float v) { return std::fabs(v); });
+  const auto above = static_cast<std::ptrdiff_t>(cut_off * static_cast<double>(magnitudes.size()));
+  const auto limit = magnitudes.end() - 1 - above;
+  std::nth_element(magnitudes.begin(), limit, magnitudes.end());
+  return *limit;
+}
+
 }  // namespace
+
+Sample sample_of(const Floats& x, std::int64_t k) {
+  const auto rows = static_cast<std::int64_t>(x.size()) / k;
+  std::vector<std::int64_t> chosen(static_cast<std::size_t>(rows));
+  std::iota(chosen.begin(), chosen.end(), 0);
+  if (rows > sample_rows) {
+    Floats largest(chosen.size(), 0.0f);
+    for (std::int64_t i = 0; i < rows * k; ++i) largest[i / k] = std::max(largest[i / k], std::fabs(x[i]));
+    const auto extremes = chosen.begin() + sample_rows / 16;
+    std::partial_sort(chosen.begin(), extremes, chosen.end(), [&](std::int64_t a, std::int64_t b) {
+      return largest[a] != largest[b] ? largest[a] > largest[b] : a < b;
+    });
+    chosen.erase(extremes, chosen.end());
+    for (std::int64_t i = 0; i < sample_rows; ++i) chosen.push_back(i * rows / sample_rows);
+  }
+  Sample sample{{}, static_cast<std::int64_t>(chosen.size()), k};
+  for (const std::int64_t row : chosen)
+    sample.x.insert(sample.x.end(), x.begin() + row * k, x.begin() + (row + 1) * k);
+  return sample;
+}
 
 void round_activations(const Operand& operand, const TensorScale* static_scale, std::int64_t k, Floats& x) {
   if (!operand.quantized()) return;
@@ -125,27 +189,9 @@ std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two
   return best;
 }
 
-TensorScale search_static_scale(const Operand& operand, const Sample& sample) {
-  float amax = 0;
-  for (const float x : sample.x) amax = std::max(amax, std::fabs(x));
-  const bool two_level = operand.tensor_scale.stored();
-  TensorScale best;
-  double least = std::numeric_limits<double>::infinity();
-  for (int step = 0; step <= 20; ++step) {
-    const float limit = amax * (1.0f - 0.03f * static_cast<float>(step));
-    const float factor = two_level ? tensor_scale(operand, limit) : whole_scale(operand, limit);
-    const TensorScale scale = two_level ? TensorScale{1.0f / factor, true} : TensorScale{factor, false};
-    std::vector<double> rounded(sample.x.begin(), sample.x.end());
-    reference_round(operand, &scale, sample.k, rounded);
-    double error = 0;
-    for (std::size_t i = 0; i < rounded.size(); ++i)
-      error += (rounded[i] - sample.x[i]) * (rounded[i] - sample.x[i]);
-    if (error < least) {
-      least = error;
-      best = scale;
-    }
-  }
-  return best;
+TensorScale static_scale(ActivationScale rule, const Operand& operand, const Floats& x, std::int64_t k) {
+  if (rule == ActivationScale::percentile) return scale_up_to(operand, percentile(x, k));
+  return search_static_scale(operand, sample_of(x, k));
 }
 
 bool has_static_scale(const Operand& activation) {

@@ -6,16 +6,23 @@
 #include <span>
 #include <vector>
 
+#include "gatefold/calibrate.h"
 #include "gatefold/quantize.h"
 #include "gatefold/scheme.h"
 
 namespace gatefold {
+
+inline constexpr std::int64_t sample_rows = 512;
 
 /// Some inputs [rows, k] of a product.
 struct Sample {
   std::vector<float> x;
   std::int64_t rows = 0, k = 0;
 };
+
+/// About sample_rows of x [rows, k]: spread evenly, and those with the largest numbers, which a scale must
+/// not cut off.
+Sample sample_of(const std::vector<float>& x, std::int64_t k);
 
 /// Rounds rows of activations to an operand, in place, as the reference does. Nothing to do for act16.
 void round_activations(const Operand& operand, const TensorScale* static_scale, std::int64_t k,
@@ -29,8 +36,9 @@ void round_activations(const Operand& operand, const TensorScale* static_scale, 
 std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two, const Sample& sample,
                                     std::span<const std::vector<float>> matrices);
 
-/// The static scale of an activation operand with the least squared error over a sample.
-TensorScale search_static_scale(const Operand& operand, const Sample& sample);
+/// The static scale of an activation operand for inputs x [rows, k].
+TensorScale static_scale(ActivationScale rule, const Operand& operand, const std::vector<float>& x,
+                         std::int64_t k);
 
 /// Whether the operand's scale may be a checkpoint's, instead of one made for each token.
 bool has_static_scale(const Operand& activation);

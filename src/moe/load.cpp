@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "checkpoint/fused_amax.h"
 #include "format/matrix.h"
 #include "format/row_kernels.h"
 #include "gatefold/checkpoint.h"
@@ -200,7 +201,11 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
 
   std::vector<std::string> warnings;
   const ExpertSource routed = [&](int expert, Projection projection) -> Result<QuantizedMatrix> {
-    auto matrix = to_scheme(checkpoint.expert(layer, expert, projection), spec.scheme, options.quantize);
+    const auto amax = fused_amax(checkpoint, spec.scheme, layer, expert, projection);
+    if (!amax) return with_place(amax.status(), layer, expert, projection);
+    QuantizeOptions quantize_options = options.quantize;
+    quantize_options.tensor_amax = *amax;
+    auto matrix = to_scheme(checkpoint.expert(layer, expert, projection), spec.scheme, quantize_options);
     if (!matrix) return with_place(matrix.status(), layer, expert, projection);
     if (std::string why = oddity(*matrix); !why.empty() && warnings.empty())
       warnings.push_back(with_place({Code::bad_file, std::move(why)}, layer, expert, projection).message());

@@ -107,7 +107,7 @@ Result<QuantizedMatrix> gptq(SchemeId id, std::int64_t n, std::int64_t k, const 
   std::vector<float> importance(static_cast<std::size_t>(k));
   for (std::int64_t i = 0; i < k; ++i)
     importance[static_cast<std::size_t>(order[i])] = 1.0f / (factor[i * k + i] * factor[i * k + i]);
-  Grid grid(id, n, k, weights, importance.data());
+  Grid grid(id, n, k, weights, importance.data(), options.tensor_amax);
   std::vector<float> values(static_cast<std::size_t>(n * k));
   round_columns(grid, weights, order, factor, values.data());
   refine(grid, weights, hessian, options.refinements, values.data());

@@ -9,7 +9,8 @@
 
 namespace gatefold {
 
-Grid::Grid(SchemeId id, std::int64_t n, std::int64_t k, const float* weights, const float* importance)
+Grid::Grid(SchemeId id, std::int64_t n, std::int64_t k, const float* weights, const float* importance,
+           float tensor_amax)
     : id_(id),
       operand_(scheme(id).weight),
       n_(n),
@@ -21,7 +22,7 @@ Grid::Grid(SchemeId id, std::int64_t n, std::int64_t k, const float* weights, co
   if (operand_.tensor_scale.stored()) {
     GroupRange all;
     row_kernels().ranges(weights, n * k, n * k, &all);
-    const float divisor = 1.0f / gatefold::tensor_scale(operand_, all.amax());
+    const float divisor = 1.0f / gatefold::tensor_scale(operand_, std::max(all.amax(), tensor_amax));
     tensor_scale_ = {std::isfinite(divisor) ? divisor : 1.0f, true};
   }
   for (std::int64_t band = 0; band < bands(); ++band) search(band, weights, importance);
@@ -36,8 +37,8 @@ void Grid::search(std::int64_t band, const float* weights, const float* importan
   std::vector<double> best(count, std::numeric_limits<double>::infinity()), errors(count);
   for (std::int64_t row = begin; row < end; ++row)
     kernels.ranges(weights + row * k_, k_, group_k_, ranges.data());
-  for (int step = 0; step <= 46; ++step) {  // the plain rule first: it wins ties
-    const float factor = step == 0 ? 1.0f : 0.6f + 0.02f * static_cast<float>(step);
+  for (int step = 0; step < search_steps; ++step) {  // the first wins ties
+    const float factor = search_factor(step);
     for (std::size_t g = 0; g < count; ++g) tried[g] = {ranges[g].low * factor, ranges[g].high * factor};
     group_scales(operand_, tried.data(), count, tensor_scale_, candidates.data());
     std::fill(errors.begin(), errors.end(), 0.0);
@@ -79,12 +80,9 @@ QuantizedMatrix Grid::encode(const float* values) const {
       stored[g] = scale.scale;
       real[g] = real_scale(scale.scale);
       zeros[g] = scale.zero;
-      if (layout_.zero_bytes == 0) continue;
-      const auto code = static_cast<std::byte>(scale.zero);
-      std::byte& pair = out.zero_points[static_cast<std::size_t>(band * layout_.zero_row_bytes) + g / 2];
-      pair |= g % 2 == 0 ? code : code << 4;
     }
     store_scales(out, band * layout_.scale_cols, stored.data(), count);
+    store_zeros(out, band, zeros.data(), count);
     for (std::int64_t row = band * band_rows_; row < std::min((band + 1) * band_rows_, n_); ++row)
       row_kernels()[operand_.value].encode(values + row * k_, k_, group_k_, real.data(), zeros.data(),
                                            out.values.data() + row * layout_.row_bytes);

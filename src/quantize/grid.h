@@ -14,8 +14,9 @@ namespace gatefold {
 class Grid {
  public:
   /// The scales of round-to-nearest for `weights` [n, k] or, per group, those of smaller and larger ranges if
-  /// the sum of importance[k] * error^2 is less.
-  Grid(SchemeId id, std::int64_t n, std::int64_t k, const float* weights, const float* importance);
+  /// the sum of importance[k] * error^2 is less. `tensor_amax`: as in QuantizeOptions.
+  Grid(SchemeId id, std::int64_t n, std::int64_t k, const float* weights, const float* importance,
+       float tensor_amax = 0);
 
   SchemeId id() const { return id_; }
   const Operand& operand() const { return operand_; }
@@ -52,17 +53,5 @@ class Grid {
   TensorScale tensor_scale_;
   std::vector<GroupScale> scales_;  // [bands, groups]
 };
-
-/// The value nearest to x in format F under a scale and zero point.
-template <Format F>
-float nearest(float x, float scale, float zero) {
-  if (!(scale > 0)) return 0;
-  if constexpr (F.kind == Kind::unsigned_integer) {
-    const float code = detail::round_to_integer(std::min(std::max(x / scale, -1e6f), 1e6f)) + zero;
-    return (round_to<F>(code) - zero) * scale;
-  } else {
-    return round_to<F>(x / scale) * scale;
-  }
-}
 
 }  // namespace gatefold

@@ -80,7 +80,7 @@ class RoundToNearest {
     for (std::int64_t n = 0; n < weights_.rows; ++n)
       if (!kernels_.ranges(row(n), weights_.cols, weights_.cols, &all) && !options_.allow_nonfinite)
         return nonfinite(n);
-    factor_ = {tensor_scale(operand_, all.amax()), false};
+    factor_ = {tensor_scale(operand_, std::max(all.amax(), options_.tensor_amax)), false};
     out_.tensor_scale = {1.0f / factor_.value, true};
     if (!std::isfinite(out_.tensor_scale.value)) {  // subnormal weights
       factor_.value = 1.0f;
@@ -117,13 +117,12 @@ class RoundToNearest {
                                     out_.values.data() + n * layout_.row_bytes);
   }
 
-  /// Replaces groups_ by those with the least squared error among scaled ranges. Factors above 1 matter
-  /// where a format's steps grow with the value (amax on 4 instead of 6).
+  /// Replaces groups_ by those with the least squared error among scaled ranges.
   void search(std::int64_t begin, std::int64_t end) {
     std::vector<double> best(groups_.size(), std::numeric_limits<double>::infinity());
     std::vector<GroupScale> winners = groups_;
-    for (int step = 0; step <= 46; ++step) {  // the plain rule first: it wins ties
-      const float factor = step == 0 ? 1.0f : 0.6f + 0.02f * static_cast<float>(step);
+    for (int step = 0; step < search_steps; ++step) {  // the first wins ties
+      const float factor = search_factor(step);
       std::vector<GroupScale> candidates(groups_.size());
       std::vector<double> errors(groups_.size(), 0.0);
       for (std::size_t g = 0; g < groups_.size(); ++g)
@@ -147,11 +146,7 @@ class RoundToNearest {
   void store_scales(std::int64_t band) {
     for (std::size_t g = 0; g < groups_.size(); ++g) scales_[g] = groups_[g].scale;
     gatefold::store_scales(out_, band * layout_.scale_cols, scales_.data(), scales_.size());
-    for (std::size_t g = 0; layout_.zero_bytes != 0 && g < groups_.size(); ++g) {
-      const auto code = static_cast<std::byte>(groups_[g].zero);
-      std::byte& pair = out_.zero_points[band * layout_.zero_row_bytes + g / 2];
-      pair |= g % 2 == 0 ? code : code << 4;
-    }
+    store_zeros(out_, band, zeros_.data(), zeros_.size());
   }
 
   const RowKernels& kernels_ = row_kernels();
@@ -177,6 +172,16 @@ Result<QuantizedMatrix> quantize(SchemeId id, const MatrixView& weights, const Q
   QuantizedMatrix out = make_matrix(id, weights.rows, weights.cols);
   if (Status status = RoundToNearest(weights, options, out).run(); !status.ok()) return status;
   return out;
+}
+
+float largest_magnitude(const MatrixView& weights) {
+  std::vector<float> row(static_cast<std::size_t>(weights.cols));
+  GroupRange all;
+  for (std::int64_t n = 0; n < weights.rows; ++n) {
+    row_kernels().widen(weights.dtype, weights.data, n * weights.cols, weights.cols, row.data());
+    row_kernels().ranges(row.data(), weights.cols, weights.cols, &all);
+  }
+  return all.amax();
 }
 
 void dequantize(const QuantizedMatrix& matrix, float* out) {

@@ -1,0 +1,21 @@
+#include "checkpoint/fused_amax.h"
+
+#include <algorithm>
+
+#include "gatefold/quantize.h"
+
+namespace gatefold {
+
+Result<float> fused_amax(const Checkpoint& checkpoint, SchemeId id, int layer, int expert,
+                         Projection projection) {
+  float amax = 0;
+  if (projection == Projection::down || !scheme(id).weight.tensor_scale.stored()) return amax;
+  for (const Projection p : {Projection::gate, Projection::up}) {
+    const auto matrix = checkpoint.expert(layer, expert, p);
+    if (!matrix) return matrix.status();
+    if (const auto* view = std::get_if<MatrixView>(&*matrix)) amax = std::max(amax, largest_magnitude(*view));
+  }
+  return amax;
+}
+
+}  // namespace gatefold
