@@ -81,6 +81,7 @@ class Reader final : public LinearReader {
       groups_.push_back({std::move(group), std::move(targets)});
     }
     by_package_ = quantization.contains("version");
+    kv_cache_ = parse_kv_cache(quantization, config_);
     const auto ignore = quantization.find("ignore");
     if (ignore == quantization.end() || ignore->is_null()) return {};
     if (!ignore->is_array())
@@ -144,6 +145,8 @@ class Reader final : public LinearReader {
   ScaleRule activation_rule() const override {
     return by_package_ ? ScaleRule::compressed_tensors : ScaleRule::standard;
   }
+
+  Result<bool> fp8_kv_cache() const override { return kv_cache_; }
 
  private:
   struct Target {
@@ -420,6 +423,7 @@ class Reader final : public LinearReader {
   std::string config_;
   std::vector<Target> groups_;
   NameList ignore_;
+  Result<bool> kv_cache_ = false;
   bool by_package_ = false;  ///< written by the package itself, which says its version; we do not
 };
 

@@ -148,9 +148,4 @@ TensorScale search_static_scale(const Operand& operand, const Sample& sample) {
   return best;
 }
 
-bool has_static_scale(const Operand& activation) {
-  return activation.quantized() &&
-         (activation.group == Granularity{0, 0} || activation.tensor_scale.stored());
-}
-
 }  // namespace gatefold

@@ -32,7 +32,4 @@ std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two
 /// The static scale of an activation operand with the least squared error over a sample.
 TensorScale search_static_scale(const Operand& operand, const Sample& sample);
 
-/// Whether the operand's scale may be a checkpoint's, instead of one made for each token.
-bool has_static_scale(const Operand& activation);
-
 }  // namespace gatefold
