@@ -60,12 +60,6 @@ Status run(const Options& options, Json* json) {
   if (options.limit > 0 && tokens->size() > static_cast<std::size_t>(options.limit))
     tokens->resize(static_cast<std::size_t>(options.limit));
 
-  std::optional<Table> table;
-  if (json == nullptr) {
-    auto titles = columns;
-    if (checkpoint->config().vocab != 256) titles[3].title = "nats/tok";
-    table.emplace(titles);
-  }
   CompareOptions compare_options = options.compare;
   for (const std::string& file : options.recipes) {
     auto recipe = read_recipe(file);
@@ -78,6 +72,12 @@ Status run(const Options& options, Json* json) {
     compare_options.others.push_back(std::move(*other));
   }
   compare_options.decoder = options.decoder;
+  std::optional<Table> table;
+  if (json == nullptr) {
+    auto titles = columns;
+    if (checkpoint->config().vocab != 256) titles[3].title = "nats/tok";
+    table.emplace(titles);
+  }
   std::optional<Progress> progress;
   std::string running;
   compare_options.progress = [&](std::string_view name, std::int64_t done, std::int64_t total) {
