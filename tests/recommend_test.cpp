@@ -154,9 +154,9 @@ TEST_F(RecommendTest, MeasuresOneLayer) {
 TEST_F(RecommendTest, WithCalibration) {
   RecommendOptions options;
   options.schemes = {SchemeId::int4_g32, SchemeId::mxfp4};
-  const Recommendation nearest = run(options, 8192);
+  const Recommendation nearest = run(options, 4096);
   options.method = Method::gptq;
-  const Recommendation gptq = run(options, 8192);
+  const Recommendation gptq = run(options, 4096);
   ASSERT_EQ(nearest.measured.size(), gptq.measured.size());
   double before = 0, after = 0;
   for (std::size_t i = 0; i < gptq.measured.size(); ++i) {
@@ -170,9 +170,9 @@ TEST_F(RecommendTest, WithCalibration) {
 TEST_F(RecommendTest, AwqFolds) {
   RecommendOptions options;
   options.schemes = {SchemeId::int4_g128};
-  const double nearest = run(options, 8192).kl;
+  const double nearest = run(options, 4096).kl;
   options.method = Method::awq;
-  EXPECT_LT(run(options, 8192).kl, nearest);
+  EXPECT_LT(run(options, 4096).kl, nearest);
 }
 
 TEST_F(RecommendTest, Errors) {
