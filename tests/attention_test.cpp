@@ -35,8 +35,8 @@ struct Data {
     for (std::int64_t t = 0; t < positions; t += split)
       attention(shape,
                 {.queries = queries.data() + t * row,
-                 .keys = keys.data(),
-                 .values = values.data(),
+                 .keys = {.values = keys.data()},
+                 .values = {.values = values.data()},
                  .first = t,
                  .tokens = std::min(split, positions - t)},
                 out.data() + t * row, threads);

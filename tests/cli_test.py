@@ -114,6 +114,11 @@ class CliTest(unittest.TestCase):
             ["schemes", "--cpu", "z80"],
             ["quantize", TINY, "x"],
             ["quantize", TINY, "x", "--scheme", "int3"],
+            ["quantize", TINY, "x", "--scheme", "int8", "--recipe", "r.json"],
+            ["eval", TINY, "--text", self.text, "--scheme", "int8", "--recipe", "r.json"],
+            ["recommend", TINY, "--calibration", self.text],
+            ["recommend", TINY, "--calibration", self.text, "-o", "x", "--budget", "-1"],
+            ["recommend", TINY, "-o", "x"],
             ["quantize", TINY, "x", "--scheme", "int8", "--shard-size", "many"],
             ["convert", TINY, "x"],
             ["convert", TINY, "x", "--to", "gguf"],
@@ -145,6 +150,9 @@ class CliTest(unittest.TestCase):
             (["inspect", missing], ["missing"]),
             (["quantize", missing, self.folder / "q", "--scheme", "int8"], ["missing"]),
             (["eval", TINY, "--text", missing], ["missing"]),
+            (["eval", TINY, "--text", self.text, "--recipe", missing], ["missing"]),
+            (["compare", TINY, "--text", self.text, "--recipes", missing], ["missing"]),
+            (["recommend", TINY, "--calibration", missing, "-o", self.folder / "r"], ["missing"]),
             (["eval", TINY, "--text", self.text, "--window", 100000], ["100000", str(len(TEXT))]),
             (["generate", TINY, "--prompt", ""], ["prompt"]),
             (run + [missing], ["missing"]),
@@ -191,6 +199,41 @@ class CliTest(unittest.TestCase):
                     self.assertEqual(stored[key], loaded[key], key)
                 self.assertEqual(stored["tokens"], 4 * 63)
                 self.assertGreater(stored["seconds"], 0)
+
+    def test_recipes_from_recommend_to_compare(self):
+        recipe, target = self.folder / "recipe.json", self.folder / "mixed"
+        calibration = self.folder / "calibration"
+        calibration.write_bytes((TINY / "calibration.txt").read_bytes()[:2048])
+        found = tool_json("recommend", TINY, "--budget", 4.4, "--schemes", "uint4_g32,int4_g128", "--calibration",
+                          calibration, "-o", recipe)
+        chosen = [row["scheme"] for row in found["rows"] if row["chosen"]]
+        self.assertEqual((len(found["rows"]), sorted(chosen)), (8, ["int4_g128"] * 2 + ["uint4_g32"] * 2))
+        self.assertEqual(found["bits_per_weight"], (4.125 + 4.625) / 2)
+        self.assertIn("chosen", tool("recommend", TINY, "--schemes", "mxfp4", "--calibration", calibration, "-o",
+                                     recipe).stdout.decode())
+
+        rules = json.loads(recipe.read_text())
+        self.assertIn("rtn: 4.2500 bits", rules["comment"])
+        rules["rules"][0]["modules"] = r"model\.layers\.[01]\.mlp\.experts"
+        rules["rules"].append({"modules": ".*", "scheme": "fp8_block"})
+        rules["kv_cache"] = "fp8_e4m3"
+        recipe.write_text(json.dumps(rules))
+        report = tool_json("quantize", TINY, target, "--recipe", recipe, "--calibration", calibration)
+        self.assertEqual(report["recipe"], str(recipe))
+        inspected = tool_json("inspect", target)
+        self.assertEqual((inspected["scheme"], inspected["kv_cache"]), (None, "fp8_e4m3"))
+        self.assertEqual([layers["stored"] for layers in inspected["expert_layers"]], ["mxfp4", "fp8_block"])
+        self.assertIn("compressed-tensors float-quantized", {group["convention"] for group in inspected["groups"]})
+        self.assertIn("fp8_e4m3", tool("inspect", target).stdout.decode())
+
+        arguments = ["--text", self.text, "--window", 64]
+        self.assertEqual(tool_json("eval", target, *arguments)["scheme"], "mxfp4 and fp8_block")
+        rows = tool_json("compare", TINY, *arguments, "--recipes", recipe, "--with", target)["rows"]
+        self.assertEqual([row["name"] for row in rows], [str(recipe), str(target)])
+        for row in rows:
+            self.assertEqual(row["scheme"], "mxfp4 and fp8_block")
+            self.assertGreater(row["kl"], 0)
+        self.assertEqual(tool_json("generate", target, "--prompt", "The", "-n", 3)["scheme"], "mxfp4 and fp8_block")
 
     def test_convert_there_and_back(self):
         quantized, gptq, back = (self.folder / name for name in ("quantized", "gptq", "back"))

@@ -106,6 +106,18 @@ CLI::Option* add_scheme(CLI::App* command, std::optional<SchemeId>& scheme, cons
   return command->add_option_function<std::string>("--scheme", parse, description)->type_name("SCHEME");
 }
 
+CLI::Option* add_recipe(CLI::App* command, std::string& file) {
+  return command->add_option("--recipe", file, "Schemes of all parts of a model (docs/recipes.md)")
+      ->type_name("FILE");
+}
+
+Result<std::optional<Recipe>> read_optional_recipe(const std::string& file) {
+  if (file.empty()) return std::optional<Recipe>();
+  auto recipe = read_recipe(file);
+  if (!recipe) return recipe.status();
+  return std::optional(std::move(*recipe));
+}
+
 std::string parse_schemes(const std::string& list, std::vector<SchemeId>& schemes) {
   schemes.clear();
   for (const std::string& name : CLI::detail::split(list, ',')) {

@@ -45,6 +45,7 @@ void add_schemes(Cli& cli);
 void add_inspect(Cli& cli);
 void add_quantize(Cli& cli);
 void add_convert(Cli& cli);
+void add_recommend(Cli& cli);
 void add_run(Cli& cli);
 void add_eval(Cli& cli);
 void add_generate(Cli& cli);
@@ -56,6 +57,10 @@ void add_completion(Cli& cli);
 /// Options that several subcommands have.
 CLI::Option* add_directory(CLI::App* command, std::string& directory);
 CLI::Option* add_scheme(CLI::App* command, std::optional<SchemeId>& scheme, const std::string& description);
+/// --recipe FILE
+CLI::Option* add_recipe(CLI::App* command, std::string& file);
+/// Of --recipe; nothing if it was not given.
+Result<std::optional<Recipe>> read_optional_recipe(const std::string& file);
 
 /// "mxfp4,nvfp4"; returns what is wrong, or nothing.
 std::string parse_schemes(const std::string& list, std::vector<SchemeId>& schemes);

@@ -8,7 +8,7 @@ namespace {
 
 struct Options : ModelOptions {
   CompareOptions compare;
-  std::vector<std::string> others;
+  std::vector<std::string> recipes, others;
   std::int64_t limit = 0;
 };
 
@@ -31,7 +31,7 @@ void print_row(const Table& table, const CompareRow& row) {
 }
 
 Json to_json(const CompareRow& row) {
-  Json json = {{"name", row.name}, {"scheme", scheme(row.scheme).name}};
+  Json json = {{"name", row.name}, {"scheme", row.schemes}};
   if (!row.status.ok()) {
     json["error"] = row.status.message();
     return json;
@@ -60,19 +60,24 @@ Status run(const Options& options, Json* json) {
   if (options.limit > 0 && tokens->size() > static_cast<std::size_t>(options.limit))
     tokens->resize(static_cast<std::size_t>(options.limit));
 
-  std::optional<Table> table;
-  if (json == nullptr) {
-    auto titles = columns;
-    if (checkpoint->config().vocab != 256) titles[3].title = "nats/tok";
-    table.emplace(titles);
-  }
   CompareOptions compare_options = options.compare;
+  for (const std::string& file : options.recipes) {
+    auto recipe = read_recipe(file);
+    if (!recipe) return recipe.status();
+    compare_options.recipes.push_back(std::move(*recipe));
+  }
   for (const std::string& directory : options.others) {
     auto other = Checkpoint::open(directory);
     if (!other) return other.status();
     compare_options.others.push_back(std::move(*other));
   }
   compare_options.decoder = options.decoder;
+  std::optional<Table> table;
+  if (json == nullptr) {
+    auto titles = columns;
+    if (checkpoint->config().vocab != 256) titles[3].title = "nats/tok";
+    table.emplace(titles);
+  }
   std::optional<Progress> progress;
   std::string running;
   compare_options.progress = [&](std::string_view name, std::int64_t done, std::int64_t total) {
@@ -106,6 +111,9 @@ void add_compare(Cli& cli) {
   command->add_option("--schemes", "Comma-separated; default: all")
       ->check([options](const std::string& list) { return parse_schemes(list, options->compare.schemes); })
       ->type_name("SCHEME,...");
+  command->add_option("--recipes", options->recipes, "Recipes (docs/recipes.md), as more rows")
+      ->delimiter(',')
+      ->type_name("FILE,...");
   command->add_option("--with", options->others, "Quantized checkpoints of the same model, as more rows")
       ->delimiter(',')
       ->type_name("DIR,...");

@@ -11,9 +11,7 @@ struct Options : ModelOptions {
 };
 
 Status eval(const Options& options, Json* json) {
-  const auto checkpoint = Checkpoint::open(options.directory);
-  if (!checkpoint) return checkpoint.status();
-  const auto decoder = Decoder::load(*checkpoint, options.decoder);
+  const auto decoder = load_model(options);
   if (!decoder) return decoder.status();
   const auto tokens = read_input(options, *decoder);
   if (!tokens) return tokens.status();
@@ -27,7 +25,7 @@ Status eval(const Options& options, Json* json) {
   if (!result) return result.status();
 
   if (json != nullptr) {
-    *json = {{"scheme", scheme(decoder->scheme()).name},
+    *json = {{"scheme", decoder->schemes()},
              {"kernel", decoder->kernel_name()},
              {"bits_per_byte", result->bits_per_byte ? Json(*result->bits_per_byte) : Json(nullptr)},
              {"nats_per_token", result->nats_per_token},
@@ -36,7 +34,7 @@ Status eval(const Options& options, Json* json) {
              {"seconds", result->seconds}};
     return {};
   }
-  fmt::print("scheme           {}\n", scheme(decoder->scheme()).name);
+  fmt::print("scheme           {}\n", decoder->schemes());
   if (result->bits_per_byte) fmt::print("bits per byte    {:.5f}\n", *result->bits_per_byte);
   fmt::print("nats per token   {:.5f}\nperplexity       {:.4f}\ntokens           {} in {:.1f} s\n",
              result->nats_per_token, result->perplexity, result->tokens, result->seconds);
@@ -51,7 +49,7 @@ void add_eval(Cli& cli) {
       cli.add("eval", "Measure the loss on a text", [options](Json* json) { return eval(*options, json); });
   add_model_options(command, *options);
   add_token_options(command, *options);
-  add_scheme(command, options->decoder.scheme, "Scheme to quantize to on load; default: as stored");
+  add_scheme_or_recipe(command, *options);
   add_window(command, options->window);
 }
 

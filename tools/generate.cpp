@@ -17,9 +17,7 @@ std::string to_text(std::span<const std::int32_t> tokens) {
 }
 
 Status run(const Options& options, Json* json) {
-  const auto checkpoint = Checkpoint::open(options.directory);
-  if (!checkpoint) return checkpoint.status();
-  const auto decoder = Decoder::load(*checkpoint, options.decoder);
+  const auto decoder = load_model(options);
   if (!decoder) return decoder.status();
   const auto prompt = options.prompt ? text_tokens(*decoder, *options.prompt) : read_input(options, *decoder);
   if (!prompt) return prompt.status();
@@ -41,7 +39,7 @@ Status run(const Options& options, Json* json) {
   const double count = static_cast<double>(result->tokens.size());
   const double rate = result->seconds > 0 ? (count - 1) / result->seconds : 0;
   if (json != nullptr) {
-    *json = {{"scheme", scheme(decoder->scheme()).name}, {"prompt_tokens", prompt->size()}};
+    *json = {{"scheme", decoder->schemes()}, {"prompt_tokens", prompt->size()}};
     if (decoder->byte_level()) (*json)["text"] = to_text(result->tokens);
     json->update({{"tokens", result->tokens},
                   {"prompt_seconds", result->prompt_seconds},
@@ -51,7 +49,7 @@ Status run(const Options& options, Json* json) {
   }
   fmt::print("\n");
   std::fflush(stdout);
-  fmt::print(stderr, "[{}, {:.0f} tokens per second]\n", scheme(decoder->scheme()).name, rate);
+  fmt::print(stderr, "[{}, {:.0f} tokens per second]\n", decoder->schemes(), rate);
   return {};
 }
 
@@ -65,7 +63,7 @@ void add_generate(Cli& cli) {
   auto* prompt = command->add_option_group("prompt", "One of")->require_option(1);
   prompt->add_option("--prompt", options->prompt, "Text (byte-level models)");
   prompt->add_option("--tokens", options->tokens, "Token ids: .npy or .safetensors")->type_name("FILE");
-  add_scheme(command, options->decoder.scheme, "Scheme to quantize to on load; default: as stored");
+  add_scheme_or_recipe(command, *options);
   command->add_option("-n,--count", options->generate.tokens, "Tokens to generate")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();

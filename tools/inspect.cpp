@@ -86,6 +86,12 @@ std::vector<Layers> expert_layers(const Checkpoint& checkpoint) {
   return runs;
 }
 
+std::string kv_cache(const Checkpoint& checkpoint) {
+  const auto fp8 = checkpoint.fp8_kv_cache();
+  if (!fp8) return "other: " + fp8.status().message();
+  return *fp8 ? "fp8_e4m3" : "unquantized";
+}
+
 Json to_json(const Checkpoint& checkpoint, std::uint64_t bytes) {
   const ModelConfig& config = checkpoint.config();
   Json json = {{"model_type", config.model_type},
@@ -104,6 +110,7 @@ Json to_json(const Checkpoint& checkpoint, std::uint64_t bytes) {
                {"bytes", bytes}};
   const Result<SchemeId> stored = checkpoint.stored_scheme();
   json["scheme"] = stored ? Json(scheme(*stored).name) : Json(nullptr);
+  json["kv_cache"] = kv_cache(checkpoint);
   json["expert_layers"] = Json::array();
   for (const Layers& run : expert_layers(checkpoint))
     json["expert_layers"].push_back(
@@ -135,6 +142,7 @@ void print(const Checkpoint& checkpoint, std::uint64_t bytes) {
   fmt::print("  experts  {} per layer, {} per token, width {}", moe.experts, moe.top_k, moe.intermediate);
   if (moe.shared.intermediate > 0)
     fmt::print("; shared, width {}{}", moe.shared.intermediate, moe.shared.gated ? ", gated" : "");
+  fmt::print("\n  KV cache {}", kv_cache(checkpoint));
   fmt::print("\n  files    {}, {} tensors, {}\n\n", checkpoint.files().size(), checkpoint.tensors().size(),
              human_bytes(bytes));
 

@@ -9,6 +9,7 @@ int main(int argc, char** argv) try {
   gatefold::cli::add_inspect(cli);
   gatefold::cli::add_quantize(cli);
   gatefold::cli::add_convert(cli);
+  gatefold::cli::add_recommend(cli);
   gatefold::cli::add_run(cli);
   gatefold::cli::add_eval(cli);
   gatefold::cli::add_generate(cli);

@@ -11,6 +11,22 @@ void add_model_options(CLI::App* command, ModelOptions& options) {
   add_quantize_options(command, options.decoder.quantize);
 }
 
+void add_scheme_or_recipe(CLI::App* command, ModelOptions& options) {
+  auto* recipe = add_recipe(command, options.recipe);
+  add_scheme(command, options.decoder.scheme, "Scheme to quantize to on load; default: as stored")
+      ->excludes(recipe);
+}
+
+Result<Decoder> load_model(const ModelOptions& options) {
+  const auto checkpoint = Checkpoint::open(options.directory);
+  if (!checkpoint) return checkpoint.status();
+  auto recipe = read_optional_recipe(options.recipe);
+  if (!recipe) return recipe.status();
+  DecoderOptions decoder_options = options.decoder;
+  decoder_options.recipe = std::move(*recipe);
+  return Decoder::load(*checkpoint, decoder_options);
+}
+
 void add_token_options(CLI::App* command, ModelOptions& options) {
   auto* input = command->add_option_group("input", "One of")->require_option(1);
   input->add_option("--text", options.text, "Text file (byte-level models)")->type_name("FILE");

@@ -13,12 +13,16 @@ namespace gatefold::cli {
 
 struct ModelOptions {
   std::string directory;
-  std::string text, tokens;  ///< files
+  std::string text, tokens, recipe;  ///< files
   DecoderOptions decoder;
 };
 
 /// DIR, --precision, --weights-only, the options of quantization on load.
 void add_model_options(CLI::App* command, ModelOptions& options);
+/// --scheme S | --recipe F
+void add_scheme_or_recipe(CLI::App* command, ModelOptions& options);
+/// Opens and loads what the options say.
+Result<Decoder> load_model(const ModelOptions& options);
 /// --text F | --tokens F
 void add_token_options(CLI::App* command, ModelOptions& options);
 void add_window(CLI::App* command, int& window);

@@ -33,7 +33,10 @@ std::string_view name(Method method);
 std::optional<Method> find_method(std::string_view name);
 
 struct CalibrateOptions {
-  SchemeId scheme = SchemeId::int4_g128;
+  SchemeId scheme = SchemeId::int4_g128;  ///< of the routed experts
+  /// Takes the place of `scheme`. What it quantizes outside of the routed experts is rounded to nearest, and
+  /// the text runs through it as it is then.
+  std::optional<Recipe> recipe = {};
   Method method = Method::gptq;
   ActivationScale activation_scale = ActivationScale::mse;
   /// Where experts are quantized; routing, attention and shared experts are on the CPU. cuda: gptq only.
@@ -61,6 +64,12 @@ struct CalibrateReport {
   double seconds = 0;
 };
 
+/// What an fp8 KV cache multiplies its codes by: the largest key, and value, of each layer over the text is
+/// the largest number of e4m3. Errors: evaluate's.
+Result<std::vector<KvScales>> search_kv_scales(const Checkpoint& checkpoint,
+                                               std::span<const std::int32_t> tokens, int window = 512,
+                                               int threads = 0);
+
 /// Quantizes every routed expert of `source` (unquantized, of a family that the decoder runs) over `tokens`,
 /// cut into windows, and writes `destination` as convert() does. Layer by layer: each sees what the layers
 /// before it, as they are quantized, make of the text. The same input gives the same bytes, for every number
@@ -71,8 +80,9 @@ struct CalibrateReport {
 /// each thread one expert with its inputs. On a GPU, of whose bits the same holds but which are not the
 /// CPU's: these states and at most 4 experts.
 ///
-/// Errors: convert's and Decoder::load's, cuda_layer_quantizer's, fewer tokens than a window, a token outside
-/// the vocabulary, a method that has nothing to do in the scheme, layers of another run.
+/// Errors: convert's, resolve's and Decoder::load's, cuda_layer_quantizer's, fewer tokens than a window, a
+/// token outside the vocabulary, a method that has nothing to do in the scheme of a layer, one that scales the
+/// inputs of a shared expert that a recipe quantizes (awq and smoothquant), layers of another run.
 Result<CalibrateReport> calibrate(const Checkpoint& source, const std::filesystem::path& destination,
                                   std::span<const std::int32_t> tokens, const CalibrateOptions& options);
 

@@ -20,6 +20,7 @@
 
 #include "gatefold/moe_spec.h"
 #include "gatefold/quantize.h"
+#include "gatefold/recipe.h"
 #include "gatefold/status.h"
 #include "gatefold/tensor.h"
 
@@ -79,7 +80,7 @@ struct ExpertGroup {
   std::uint64_t bytes = 0;
 };
 
-/// A quantized layer outside of the routed experts.
+/// A linear layer outside of the routed experts.
 struct StoredLayer {
   std::string module;  ///< "model.layers.0.self_attn.q_proj"
   std::int64_t n = 0, k = 0;
@@ -136,10 +137,19 @@ class Checkpoint {
   /// Quantized layers that are no routed expert's, in the order of their names, and the matrix of one.
   std::vector<StoredLayer> other_quantized_layers() const;
   Result<QuantizedMatrix> quantized_layer(const StoredLayer& layer) const;
+  /// Unquantized ones, in the order of their names: every matrix but embeddings, routers and the gates of
+  /// shared experts.
+  std::vector<StoredLayer> other_unquantized_layers() const;
   /// The module that a tensor belongs to if the module is quantized; else empty.
   std::string quantized_module(const TensorEntry& entry) const;
   /// "model.layers.0.mlp.experts.3.gate_proj": where the matrix is, or would be if experts were not fused.
   std::string expert_module(int layer, int expert, Projection projection) const;
+  std::string shared_expert_module(int layer, Projection projection) const;
+  /// The regular expression of the routed experts of layers ("0|1|5").
+  std::string experts_pattern(const std::string& layers) const;
+  /// Whether keys and values are to be kept as e4m3 (kv_cache_scheme of compressed-tensors). Error: in a way
+  /// that the decoder does not know.
+  Result<bool> fp8_kv_cache() const;
 
   std::vector<ExpertGroup> expert_groups() const;
   /// How the layer is stored to which a tensor belongs: "compressed-tensors pack-quantized",
@@ -152,14 +162,21 @@ class Checkpoint {
   std::shared_ptr<const State> state_;
 };
 
+/// What e4m3 codes of a layer's keys and values are multiplied by.
+struct KvScales {
+  float key = 1, value = 1;
+};
+
 struct ConvertOptions {
-  SchemeId scheme = SchemeId::int4_g128;
+  SchemeId scheme = SchemeId::int4_g128;  ///< of the routed experts
+  std::optional<Recipe> recipe;           ///< takes the place of `scheme`
+  std::vector<KvScales> kv_scales;        ///< by layer, of an fp8 KV cache; empty: all 1
   QuantizeOptions quantize;
   std::uint64_t shard_bytes = 5'000'000'000;
   int threads = 0;  ///< 0: OpenMP's default
   /// Gives the experts' matrices in place of quantize(), from any thread; none: round to nearest.
   std::function<Result<QuantizedMatrix>(int layer, int expert, Projection projection)> matrix;
-  bool static_input = false;  ///< these have an input_scale
+  bool static_input = false;  ///< these have an input_scale where Operand::may_be_static
   /// The bytes of a tensor that is no expert's, if they are to be others than the source's; from any thread.
   std::function<std::optional<std::span<const std::byte>>(const TensorEntry& entry)> replacement;
   /// Asked before each piece of work, from any thread: true stops the conversion with an error.
@@ -175,10 +192,11 @@ struct ConvertReport {
   double seconds = 0;
 };
 
-/// Quantizes every routed expert of `source` (unquantized) and copies all else, into the new directory
-/// `destination`, in the compressed-tensors convention (docs/checkpoints.md). Streams: memory does not grow
-/// with the model. Written to a temporary directory beside it and renamed at the end; on any error nothing is
-/// left behind and nothing that existed is touched. `progress` may be called from any thread, one at a time.
+/// Quantizes every routed expert of `source` (unquantized), or what a recipe says, and copies all else, into
+/// the new directory `destination`, in the compressed-tensors convention (docs/checkpoints.md). Streams:
+/// memory does not grow with the model. Written to a temporary directory beside it and renamed at the end; on
+/// any error nothing is left behind and nothing that existed is touched. `progress` may be called from any
+/// thread, one at a time.
 Result<ConvertReport> convert(const Checkpoint& source, const std::filesystem::path& destination,
                               const ConvertOptions& options,
                               const std::function<void(const ConvertProgress&)>& progress = {});

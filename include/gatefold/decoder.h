@@ -8,12 +8,15 @@
 ///   auto sequence = model->new_sequence();
 ///   Status done   = model->forward(*tokens, sequence, logits);
 ///
-/// Numerics. Dense weights stay in the checkpoint's own type (a view of the mapping) and are multiplied in
-/// f32; the residual stream, attention and the KV cache are f32. Only the MoE layers round, as their scheme
-/// says. Products go through BLAS in blocks of one fixed shape, so the same input gives the same bits on
-/// every run, for every thread count and for every way of splitting a sequence into calls. Two exceptions
-/// depend on the split: Scheme::batch_dependent schemes, and RoPE of type dynamic beyond max_positions (its
-/// frequencies follow the length reached by the call, as in transformers).
+/// Numerics. Dense weights stay in the checkpoint's own type (a view of the mapping), or quantized, and are
+/// multiplied in f32; the residual stream and attention are f32, and so is the KV cache, unless a recipe or
+/// the checkpoint asks for e4m3: code = e4m3(x / scale), saturating, with one scale for a layer's keys and
+/// one for its values (a checkpoint's k_scale and v_scale, else 1). Only the MoE layers round, as their
+/// scheme says, and dense layers whose scheme quantizes activations. Products go through BLAS in blocks of
+/// one fixed shape, so the same input gives the same bits on every run, for every thread count and for every
+/// way of splitting a sequence into calls. Two exceptions depend on the split: Scheme::batch_dependent
+/// schemes, and RoPE of type dynamic beyond max_positions (its frequencies follow the length reached by the
+/// call, as in transformers).
 ///
 /// Sequences may be longer than ModelConfig::max_positions: RoPE simply goes on. The limit is 2^24 tokens.
 
@@ -29,6 +32,7 @@
 
 #include "gatefold/checkpoint.h"
 #include "gatefold/moe.h"
+#include "gatefold/recipe.h"
 #include "gatefold/scheme.h"
 #include "gatefold/status.h"
 #include "gatefold/tensor.h"
@@ -37,10 +41,11 @@ namespace gatefold {
 
 struct DecoderOptions {
   std::optional<SchemeId> scheme = {};  ///< of the routed experts; none: as stored
+  std::optional<Recipe> recipe = {};    ///< takes the place of `scheme`; quantized on load
   Device device = {};                   ///< of the MoE layers; all else runs on the CPU
   Precision precision = Precision::native;
   bool weights_only = false;      ///< leave activations unquantized in schemes that quantize them
-  QuantizeOptions quantize = {};  ///< when `scheme` is quantized on load
+  QuantizeOptions quantize = {};  ///< when `scheme` or `recipe` is quantized on load
   int threads = 0;                ///< 0: OpenMP's default at load
   int max_tokens = 512;           ///< tokens computed at once, up to 65536; longer inputs are split
 };
@@ -69,6 +74,8 @@ struct ForwardHooks {
   std::function<void(std::int64_t first, std::int64_t rows, const float* logits)> logits;
   /// What went into an MoE layer and what came out (f32, before the residual sum), for tokens first, ...
   std::function<void(int layer, std::int64_t first, const MatrixView& input, const MatrixView& output)> moe;
+  /// Keys and values [tokens, kv_heads * head_dim] of a layer, as attention would see them in f32.
+  std::function<void(int layer, const MatrixView& keys, const MatrixView& values)> kv;
 };
 
 /// A model ready to run. Immutable: several threads may use it at once, each with a Sequence of its own. It
@@ -81,12 +88,13 @@ class Decoder {
 
   const Checkpoint& checkpoint() const;
   const ModelConfig& config() const;
-  SchemeId scheme() const;  ///< of the routed experts, as run
+  SchemeId scheme() const;      ///< of the routed experts of the first MoE layer, as run
+  std::string schemes() const;  ///< of all, in the order of layers: "mxfp4", "mxfp4 and int4_g32"
   int threads() const;
   bool byte_level() const;               ///< tokens are bytes: vocab 256 and no tokenizer.json
   std::uint64_t expert_bytes() const;    ///< of all routed experts, as a checkpoint stores the scheme
   std::uint64_t expert_weights() const;  ///< how many weights that is
-  std::string_view kernel_name() const;  ///< of the MoE layers
+  std::string_view kernel_name() const;  ///< of the first MoE layer
 
   Sequence new_sequence() const;
 
@@ -152,10 +160,11 @@ Result<GenerateResult> generate(const Decoder& decoder, std::span<const std::int
 
 /// One scheme, or one quantized checkpoint, against the unquantized model, on the same windows as `evaluate`.
 struct CompareRow {
-  SchemeId scheme = SchemeId::bf16;
-  std::string name;            ///< the scheme's, or the checkpoint's directory
-  Status status;               ///< why this scheme could not be run; then all else is 0
-  double bits_per_weight = 0;  ///< packed expert bytes * 8 / expert weights
+  SchemeId scheme = SchemeId::bf16;  ///< of the first MoE layer
+  std::string schemes;               ///< of all: Decoder::schemes
+  std::string name;                  ///< the scheme's, the recipe's, or the checkpoint's directory
+  Status status;                     ///< why this scheme could not be run; then all else is 0
+  double bits_per_weight = 0;        ///< packed expert bytes * 8 / expert weights
   std::uint64_t expert_bytes = 0;
   EvalResult loss;
   double kl = 0;              ///< mean KL(unquantized || scheme), nats per token
@@ -164,18 +173,19 @@ struct CompareRow {
 };
 struct CompareOptions {
   std::vector<SchemeId> schemes = {};  ///< empty: every row of the table
+  std::vector<Recipe> recipes = {};    ///< more rows
   /// The same model as others have quantized it: more rows, in the schemes in which they are stored.
   std::vector<Checkpoint> others = {};
   int window = 512;
-  DecoderOptions decoder = {};  ///< `scheme` is ignored
+  DecoderOptions decoder = {};  ///< `scheme` and `recipe` are ignored
   /// Up to this size the unquantized model's logits are kept in memory, else in a temporary file.
   std::uint64_t memory_bytes = std::uint64_t{256} << 20;
   std::function<void(const CompareRow&)> on_row = {};
   std::function<void(std::string_view name, std::int64_t done, std::int64_t total)> progress = {};
 };
-/// Rows in the order of `options.schemes`, then of `options.others`. The temporary file has no name (it
-/// vanishes with the process) and is in TMPDIR. Errors: a checkpoint that is itself quantized, evaluate's, a
-/// full disk. A scheme that the model does not fit is no error: its row says why.
+/// Rows in the order of `options.schemes`, then of `options.recipes` and `options.others`. The temporary file
+/// has no name (it vanishes with the process) and is in TMPDIR. Errors: a checkpoint that is itself
+/// quantized, evaluate's, a full disk. A scheme that the model does not fit is no error: its row says why.
 Result<std::vector<CompareRow>> compare(const Checkpoint& checkpoint, std::span<const std::int32_t> tokens,
                                         const CompareOptions& options = {});
 

@@ -120,7 +120,8 @@ struct LoadOptions {
   std::optional<SchemeId> scheme;
   Device device;
   QuantizeOptions quantize;
-  PlanOptions plan;  ///< what the weights will be run with: ExpertWeights::pack
+  PlanOptions plan;                            ///< what the weights will be run with: ExpertWeights::pack
+  std::optional<SchemeId> shared_scheme = {};  ///< the same of the shared expert
 };
 /// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then. Where a
 /// checkpoint's columns are ordered (QuantizedMatrix::input_order), those of `down` are followed by the rows

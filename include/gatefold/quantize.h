@@ -98,5 +98,7 @@ Result<QuantizedMatrix> quantize(SchemeId scheme, const MatrixView& weights,
 
 /// W as f32, row-major [n, k], columns in the order of the inputs, into `out`.
 void dequantize(const QuantizedMatrix& matrix, float* out);
+/// Rows first, first + 1, ... of it: [count, k].
+void dequantize_rows(const QuantizedMatrix& matrix, std::int64_t first, std::int64_t count, float* out);
 
 }  // namespace gatefold

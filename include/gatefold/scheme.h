@@ -42,6 +42,10 @@ struct Operand {
   friend constexpr bool operator==(const Operand&, const Operand&) = default;
 
   constexpr bool quantized() const { return scale.stored(); }
+  /// Of activations: the f32 scale may be a checkpoint's, instead of one made for each call or token.
+  constexpr bool may_be_static() const {
+    return quantized() && (group == Granularity{0, 0} || tensor_scale.stored());
+  }
 };
 
 struct Scheme {

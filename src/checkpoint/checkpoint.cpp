@@ -361,6 +361,38 @@ std::string Checkpoint::expert_module(int layer, int expert, Projection projecti
   return state_->names.expert(config().moe, layer, expert, projection).module;
 }
 
+std::string Checkpoint::shared_expert_module(int layer, Projection projection) const {
+  return state_->names.shared_expert(config().moe, layer, projection).module;
+}
+
+std::string Checkpoint::experts_pattern(const std::string& layers) const {
+  return state_->names.experts_pattern(layers);
+}
+
+Result<bool> Checkpoint::fp8_kv_cache() const {
+  return state_->reader->fp8_kv_cache();
+}
+
+std::vector<StoredLayer> Checkpoint::other_unquantized_layers() const {
+  constexpr std::string_view suffix = ".weight";
+  std::set<std::string> special;
+  for (int layer = 0; layer < config().layers; ++layer) {
+    special.insert(state_->names.router(layer));
+    special.insert(state_->block_tensor(layer, "shared_expert_gate"));
+  }
+  std::vector<StoredLayer> list;
+  for (const TensorEntry& entry : tensors()) {
+    const bool is_float =
+        std::find(std::begin(float_dtypes), std::end(float_dtypes), entry.dtype) != std::end(float_dtypes);
+    if (entry.shape.size() != 2 || !is_float || !entry.name.ends_with(suffix)) continue;
+    std::string module = entry.name.substr(0, entry.name.size() - suffix.size());
+    const bool embedding = module.find("embed", module.rfind('.') + 1) != std::string::npos;
+    if (embedding || special.contains(module) || is_expert_tensor(entry.name)) continue;
+    if (quantized_module(entry).empty()) list.push_back({std::move(module), entry.shape[0], entry.shape[1]});
+  }
+  return list;
+}
+
 std::vector<StoredLayer> Checkpoint::other_quantized_layers() const {
   std::map<std::string, StoredLayer> layers;
   for (const TensorEntry& entry : tensors()) {

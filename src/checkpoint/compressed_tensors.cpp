@@ -92,6 +92,7 @@ class Reader final : public CompanionReader<Parts> {
       groups_.push_back({std::move(group), std::move(targets)});
     }
     by_package_ = quantization.contains("version");
+    kv_cache_ = parse_kv_cache(quantization, config_);
     const auto ignore = quantization.find("ignore");
     if (ignore == quantization.end() || ignore->is_null()) return {};
     if (!ignore->is_array())
@@ -126,6 +127,8 @@ class Reader final : public CompanionReader<Parts> {
   ScaleRule activation_rule() const override {
     return by_package_ ? ScaleRule::compressed_tensors : ScaleRule::standard;
   }
+
+  Result<bool> fp8_kv_cache() const override { return kv_cache_; }
 
  private:
   struct Target {
@@ -374,6 +377,7 @@ class Reader final : public CompanionReader<Parts> {
 
   std::vector<Target> groups_;
   NameList ignore_;
+  Result<bool> kv_cache_ = false;
   bool by_package_ = false;  ///< written by the package itself, which says its version; we do not
 };
 

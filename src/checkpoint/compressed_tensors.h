@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -39,6 +40,19 @@ Result<std::vector<std::vector<std::byte>>> store(QuantizedMatrix matrix);
 nlohmann::ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore,
                               bool static_input = false);
 
+/// Layers that are stored alike.
+struct LayerKind {
+  SchemeId scheme = SchemeId::bf16;
+  bool static_input = false;
+  friend auto operator<=>(const LayerKind&, const LayerKind&) = default;
+};
+/// What names the layers of each kind: names, or patterns that begin with "re:".
+using Targets = std::map<LayerKind, std::vector<std::string>>;
+
+/// The same with a group for each kind; a single one still targets all Linear layers.
+nlohmann::ordered_json config(const Targets& targets, const std::vector<std::string>& ignore,
+                              bool fp8_kv_cache = false);
+
 /// Whether the scheme needs that argument of our own.
 bool needs_extension(const Scheme& scheme);
 
@@ -56,6 +70,10 @@ struct Group {
 
 /// Errors: not of the form that compressed-tensors writes.
 Result<std::vector<Group>> parse_groups(const nlohmann::json& quantization, const std::string& config);
+
+/// Whether kv_cache_scheme asks for e4m3 with one static scale for a layer's keys and one for its values.
+/// Error: it asks for something else.
+Result<bool> parse_kv_cache(const nlohmann::json& quantization, const std::string& config);
 
 /// The row of the table with these operands, whatever wide float type the weight's scales have. Integers may
 /// go into a row that holds them in another way (integer_row); `k` is of all matrices that share it.

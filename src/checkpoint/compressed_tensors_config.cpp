@@ -232,26 +232,50 @@ std::string_view format_name(const Scheme& scheme) {
   return weight.scale == formats::ue8m0 ? "mxfp8-quantized" : "float-quantized";
 }
 
-}  // namespace
-
-ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore, bool static_input) {
-  const std::string_view format = format_name(scheme);
-  const ordered_json weights = to_args(scheme.weight, true, false);
+ordered_json to_group(const Scheme& scheme, const std::vector<std::string>& targets, bool static_input) {
   ordered_json input = nullptr;
   if (scheme.quantizes_activations()) input = to_args(scheme.activation, false, static_input);
+  return {{"targets", targets},
+          {"weights", to_args(scheme.weight, true, false)},
+          {"input_activations", input},
+          {"output_activations", nullptr},
+          {"format", format_name(scheme)}};
+}
+
+ordered_json from_groups(const std::vector<ordered_json>& groups, const std::vector<std::string>& ignore) {
+  std::string format = groups.empty() ? "dense" : groups[0]["format"];
+  ordered_json numbered = ordered_json::object();
+  for (const ordered_json& group : groups) {
+    if (group["format"] != format) format = "mixed-precision";
+    numbered["group_" + std::to_string(numbered.size())] = group;
+  }
   return {{"quant_method", "compressed-tensors"},
           {"format", format},
           {"quantization_status", "compressed"},
-          {"config_groups",
-           {{"group_0",
-             {{"targets", {"Linear"}},
-              {"weights", weights},
-              {"input_activations", input},
-              {"output_activations", nullptr},
-              {"format", format}}}}},
+          {"config_groups", numbered},
           {"ignore", ignore},
           {"kv_cache_scheme", nullptr},
           {"global_compression_ratio", nullptr}};
+}
+
+/// Of keys and values.
+constexpr Operand kv_cache_operand = operands::scaled(formats::e4m3, formats::f32, operands::per_tensor);
+
+}  // namespace
+
+ordered_json config(const Scheme& scheme, const std::vector<std::string>& ignore, bool static_input) {
+  return from_groups({to_group(scheme, {"Linear"}, static_input)}, ignore);
+}
+
+ordered_json config(const Targets& targets, const std::vector<std::string>& ignore, bool fp8_kv_cache) {
+  std::vector<ordered_json> groups;
+  for (const auto& [kind, names] : targets) {
+    const std::vector<std::string> all = {"Linear"};
+    groups.push_back(to_group(scheme(kind.scheme), targets.size() == 1 ? all : names, kind.static_input));
+  }
+  ordered_json config = from_groups(groups, ignore);
+  if (fp8_kv_cache) config["kv_cache_scheme"] = to_args(kv_cache_operand, false, true);
+  return config;
 }
 
 bool needs_extension(const Scheme& scheme) {
@@ -274,6 +298,22 @@ Result<std::vector<Group>> parse_groups(const json& quantization, const std::str
     for (const auto& [key, value] : groups.items())
       parsed.push_back(parse_group(value, format, fmt::format("{}: config_groups.{}", config, key)));
     return parsed;
+  } catch (const Refused& refused) {
+    return refused.status;
+  }
+}
+
+Result<bool> parse_kv_cache(const json& quantization, const std::string& config) {
+  const json& scheme = member(quantization, "kv_cache_scheme");
+  if (scheme.is_null()) return false;
+  try {
+    const std::string where = config + ": quantization_config.kv_cache_scheme";
+    const Operand operand = from_args(scheme, "", where);
+    const json& dynamic = member(scheme, "dynamic");
+    if (operand != kv_cache_operand || (!dynamic.is_null() && dynamic != false))
+      refuse(Code::unsupported, where,
+             fmt::format(": {} is not 8-bit floats with one static scale per tensor", show_json(scheme)));
+    return true;
   } catch (const Refused& refused) {
     return refused.status;
   }

@@ -1,7 +1,5 @@
 // Writes compressed-tensors from what other conventions hold.
 
-#include <map>
-
 #include "checkpoint/compressed_tensors.h"
 #include "checkpoint/linear_writer.h"
 
@@ -30,24 +28,10 @@ Result<std::vector<WrittenTensor>> store(QuantizedMatrix matrix) {
 /// One group for each kind of layer. A single one targets all Linear layers, several name theirs.
 Result<nlohmann::ordered_json> config(std::span<const WrittenLayer> layers,
                                       const std::vector<std::string>& ignore) {
-  std::map<std::pair<SchemeId, bool>, std::vector<std::string>> kinds;
-  for (const WrittenLayer& layer : layers) kinds[{layer.scheme, layer.static_input}].push_back(layer.module);
-  nlohmann::ordered_json config;
-  for (const auto& [kind, modules] : kinds) {
-    const auto& [id, static_input] = kind;
-    nlohmann::ordered_json one = compressed_tensors::config(scheme(id), ignore, static_input);
-    nlohmann::ordered_json group = one["config_groups"]["group_0"];
-    if (kinds.size() > 1) group["targets"] = modules;
-    const std::size_t number = config.is_null() ? 0 : config["config_groups"].size();
-    if (config.is_null()) {
-      config = std::move(one);
-      config["config_groups"] = nlohmann::ordered_json::object();
-    } else if (config["format"] != group["format"]) {
-      config["format"] = "mixed-precision";
-    }
-    config["config_groups"]["group_" + std::to_string(number)] = std::move(group);
-  }
-  return config;
+  compressed_tensors::Targets targets;
+  for (const WrittenLayer& layer : layers)
+    targets[{layer.scheme, layer.static_input}].push_back(layer.module);
+  return compressed_tensors::config(targets, ignore);
 }
 
 }  // namespace

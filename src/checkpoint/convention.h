@@ -72,6 +72,9 @@ class LinearReader {
 
   /// How the software that made the checkpoint finds the scales of activations.
   virtual ScaleRule activation_rule() const { return ScaleRule::standard; }
+
+  /// Whether keys and values are to be kept as e4m3. Error: in another way that is not the model's own type.
+  virtual Result<bool> fp8_kv_cache() const { return false; }
 };
 
 struct Convention {

@@ -238,6 +238,13 @@ Linear ModuleNames::fused_expert(const MoeSpec& spec, int layer, int expert, Pro
   return linear;
 }
 
+std::string ModuleNames::experts_pattern(const std::string& layers) const {
+  std::string pattern;
+  for (const char c : fmt::format("{}layers.({}).{}.experts.", prefix_, layers, family_->block))
+    pattern += c == '.' ? std::string("\\.") : std::string(1, c);
+  return pattern + ".*";
+}
+
 std::string ModuleNames::fused_bias(int layer, Projection projection) const {
   return fmt::format("{}.experts.{}_bias", block(layer),
                      projection == Projection::down ? "down_proj" : "gate_up_proj");

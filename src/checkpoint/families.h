@@ -57,6 +57,9 @@ class ModuleNames {
   Linear expert(const MoeSpec& spec, int layer, int expert, Projection projection) const;
   Linear fused_expert(const MoeSpec& spec, int layer, int expert, Projection projection) const;
   Linear shared_expert(const MoeSpec& spec, int layer, Projection projection) const;
+  /// The regular expression of the routed experts of layers ("0|1|5"):
+  /// "model\.layers\.(0|1|5)\.mlp\.experts\..*".
+  std::string experts_pattern(const std::string& layers) const;
   /// The tensor of a fused projection's biases.
   std::string fused_bias(int layer, Projection projection) const;
 

@@ -83,6 +83,10 @@ Status Rewriter::find_layers() {
   }
   if (layers_.empty())
     return {Code::invalid_argument, source_.directory().string() + ": there is no quantized layer"};
+  const auto cache = source_.fp8_kv_cache();
+  if ((!cache || *cache) && source_.convention() != writer_.name)
+    return {Code::unsupported, fmt::format("{}: {} has no place for the kv_cache_scheme",
+                                           source_.directory().string(), writer_.name)};
   return {};
 }
 
@@ -189,9 +193,12 @@ std::string new_config(const Checkpoint& source, nlohmann::ordered_json quantiza
   auto config = nlohmann::ordered_json::parse(source.config_text());
   // The version says by whose rules activations are quantized.
   const auto old = config.find("quantization_config");
-  if (old != config.end() && old->is_object() && old->contains("version") &&
-      old->value("quant_method", "") == quantization["quant_method"] && !quantization.contains("version"))
+  const bool same_method = old != config.end() && old->is_object() &&
+                           old->value("quant_method", "") == quantization["quant_method"];
+  if (same_method && old->contains("version") && !quantization.contains("version"))
     quantization["version"] = (*old)["version"];
+  if (same_method && old->contains("kv_cache_scheme"))
+    quantization["kv_cache_scheme"] = (*old)["kv_cache_scheme"];
   config.erase("compression_config");
   if (const auto text = config.find("text_config"); text != config.end() && text->is_object())
     text->erase("quantization_config");

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "format/row_kernels.h"
 #include "model/blas.h"
 #include "model/softmax.h"
 
@@ -18,10 +19,31 @@ namespace {
 constexpr std::int64_t tile_rows = 16;
 struct Tile {
   std::vector<float> queries, sums;  // [tile_rows, head_dim]
+  std::vector<float> keys, values;   // [key_block, head_dim]: a block of codes, decoded
   float scores[tile_rows * key_block];
 
-  explicit Tile(int head_dim) : queries(tile_rows * head_dim), sums(tile_rows * head_dim) {}
+  explicit Tile(int head_dim)
+      : queries(tile_rows * head_dim),
+        sums(tile_rows * head_dim),
+        keys(key_block * head_dim),
+        values(key_block * head_dim) {}
 };
+
+// Rows of one head, `stride` floats apart.
+struct Block {
+  const float* rows;
+  int stride;
+};
+
+// The block that begins at number `at` of the cache.
+Block block_at(const CachedRows& cached, std::int64_t at, int stride, int d, std::vector<float>& decoded) {
+  if (cached.values != nullptr) return {cached.values + at, stride};
+  const float zero = 0;
+  const auto decode = row_kernels()[formats::e4m3].decode;
+  for (std::int64_t row = 0; row < key_block; ++row)
+    decode(cached.codes + at + row * stride, d, d, &cached.scale, &zero, decoded.data() + row * d);
+  return {decoded.data(), d};
+}
 
 // Rows of one KV head: row r is query head r % group of the token at position r / group. Of the tile that
 // begins at row tile_begin, those that are in the call.
@@ -52,8 +74,9 @@ void attend(const AttentionShape& shape, const AttentionInputs& inputs, int kv_h
   for (std::int64_t block = oldest(begin) / key_block; block <= position(end - 1) / key_block; ++block) {
     const std::int64_t start = block * key_block;
     const std::int64_t at = start * stride + kv_head * d;
+    const Block keys = block_at(inputs.keys, at, stride, d, tile.keys);
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, tile_rows, key_block, d, scale, tile.queries.data(),
-                d, inputs.keys + at, stride, 0.0f, tile.scores, key_block);
+                d, keys.rows, keys.stride, 0.0f, tile.scores, key_block);
     // A row's sums take part in the product below even where the row sees nothing of this block: then its
     // weights are 0 and the sums stay as they are.
     for (std::int64_t row = begin; row < end; ++row) {
@@ -64,8 +87,9 @@ void attend(const AttentionShape& shape, const AttentionInputs& inputs, int kv_h
       std::fill(scores + unseen, scores + key_block, -std::numeric_limits<float>::infinity());
       absorb(states[row], scores, tile.sums.data() + row * d, d);
     }
+    const Block values = block_at(inputs.values, at, stride, d, tile.values);
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, tile_rows, d, key_block, 1.0f, tile.scores,
-                key_block, inputs.values + at, stride, 1.0f, tile.sums.data(), d);
+                key_block, values.rows, values.stride, 1.0f, tile.sums.data(), d);
   }
   for (std::int64_t row = begin; row < end; ++row)
     for (int i = 0; i < d; ++i) out[offset(row) + i] = tile.sums[row * d + i] / states[row].sum;

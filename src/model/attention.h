@@ -2,6 +2,7 @@
 /// \file
 /// Causal attention over a KV cache, with grouped queries and an optional sliding window.
 
+#include <cstddef>
 #include <cstdint>
 
 namespace gatefold {
@@ -11,12 +12,17 @@ struct AttentionShape {
   int sliding_window = 0;  ///< a query sees this many positions, itself included; 0: all before it
 };
 
+/// Keys or values [positions, kv_heads, head_dim], from position 0 on, in whole blocks of key_block
+/// positions; those past the end must be finite.
+struct CachedRows {
+  const float* values = nullptr;     ///< none: `codes`
+  const std::byte* codes = nullptr;  ///< of e4m3, times scale
+  float scale = 1;
+};
+
 struct AttentionInputs {
   const float* queries = nullptr;  ///< [tokens, heads, head_dim]: positions first, first + 1, ...
-  /// [positions, kv_heads, head_dim], from position 0 on, in whole blocks of key_block positions; those past
-  /// the end must be finite.
-  const float* keys = nullptr;
-  const float* values = nullptr;  ///< same
+  CachedRows keys, values;
   std::int64_t first = 0, tokens = 0;
 };
 

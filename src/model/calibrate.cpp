@@ -1,6 +1,7 @@
 #include "gatefold/calibrate.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -9,10 +10,9 @@
 #include <map>
 
 #include "format/row_kernels.h"
+#include "model/calibration_checks.h"
 #include "model/calibration_files.h"
-#include "model/eval.h"
-#include "model/smoothing.h"
-#include "model/step.h"
+#include "model/text_stream.h"
 
 namespace gatefold {
 namespace {
@@ -34,9 +34,20 @@ class Hash {
   std::uint64_t value_ = 0xcbf29ce484222325;
 };
 
+/// "mxfp4", or of layers and modules in different schemes "mxfp4, none, int8; lm_head int8".
+std::string describe(const ModelSchemes& schemes) {
+  std::vector<std::string> parts;
+  for (const auto& id : schemes.experts) parts.emplace_back(id ? scheme(*id).name : "none");
+  const bool same = std::all_of(parts.begin(), parts.end(), [&](const auto& p) { return p == parts[0]; });
+  if (same) parts.resize(1);
+  for (const auto& [module, id] : schemes.others)
+    parts.push_back(module + " " + std::string(scheme(id).name));
+  return fmt::format("{}{}", fmt::join(parts, ", "), schemes.fp8_kv_cache ? ", fp8 KV cache" : "");
+}
+
 /// What must be the same for a run to be resumed.
 std::string describe_job(const Checkpoint& source, std::span<const std::int32_t> tokens,
-                         const CalibrateOptions& options) {
+                         const ModelSchemes& schemes, const CalibrateOptions& options) {
   Hash model, text;
   model.add(source.config_text());
   for (const TensorEntry& entry : source.tensors())
@@ -47,83 +58,30 @@ std::string describe_job(const Checkpoint& source, std::span<const std::int32_t>
   text.add(std::as_bytes(tokens));
   return fmt::format(
       "{} {} on {}, {}, window {}, damping {}, at least {} samples, model {:016x}, {} tokens {:016x}",
-      name(options.method), scheme(options.scheme).name,
-      options.device.kind == Device::Kind::cuda ? "cuda" : "cpu",
+      name(options.method), describe(schemes), options.device.kind == Device::Kind::cuda ? "cuda" : "cpu",
       options.activation_scale == ActivationScale::mse ? "mse" : "percentile", options.window,
       options.damping, options.min_samples, model.value(), tokens.size(), text.value());
 }
 
-Status check_method(const CalibrateOptions& options) {
-  const Scheme& row = scheme(options.scheme);
-  if (options.window < 2 || options.min_samples < 0 || options.threads < 0 || !(options.damping >= 0))
+Status check_schemes(const Checkpoint& source, const ModelSchemes& schemes, const CalibrateOptions& options) {
+  bool any = false;
+  for (int i = 0; i < source.config().layers; ++i) {
+    const auto& id = schemes.experts[static_cast<std::size_t>(i)];
+    if (id)
+      if (Status status = check_method(scheme(*id), options.method); !status.ok()) return status;
+    any |= id.has_value();
+    if (source.config().moe.shared.intermediate == 0 || options.method == Method::gptq) continue;
+    const std::string shared = source.shared_expert_module(i, Projection::gate);
+    if (schemes.other(shared))
+      return {Code::unsupported,
+              fmt::format("{} scales the inputs of {}, which the recipe quantizes: gptq does not",
+                          name(options.method), shared)};
+  }
+  if (!any)
     return {Code::invalid_argument,
-            fmt::format("window {}, min_samples {}, threads {}, damping {}", options.window,
-                        options.min_samples, options.threads, options.damping)};
-  if (!row.weight.quantized())
-    return {Code::invalid_argument, fmt::format("{} is not quantized: nothing to calibrate", row.name)};
-  if (options.method != Method::gptq && options.device.kind == Device::Kind::cuda)
-    return {Code::invalid_argument,
-            fmt::format("{} runs on the CPU; gptq runs on a GPU, too", name(options.method))};
-  if (options.method == Method::smoothquant && !row.quantizes_activations())
-    return {
-        Code::invalid_argument,
-        fmt::format("smoothquant balances weights and activations, but {} leaves activations as they are; "
-                    "awq is for such schemes",
-                    row.name)};
+            fmt::format("{} is for routed experts, and the recipe quantizes none", name(options.method))};
   return {};
 }
-
-/// All tokens, window by window, up to the experts of a layer.
-class Text {
- public:
-  Text(const Decoder::State& model, std::span<const std::int32_t> tokens, int window)
-      : model_(model), hidden_(model.checkpoint.config().hidden), window_(window) {
-    sequence_.layers.resize(model.layers.size());
-    const auto size =
-        tokens.size() / static_cast<std::size_t>(window) * static_cast<std::size_t>(window * hidden_);
-    stream_.residual.resize(size);
-    stream_.normed.resize(size);
-    for_each_window([&](Step& step, float* residual, float*) {
-      step.embed(tokens.data() + (residual - stream_.residual.data()) / hidden_);
-      std::copy_n(sequence_.residual.data(), window_ * hidden_, residual);
-    });
-  }
-
-  Stream& stream() { return stream_; }
-
-  /// Through the attention of a layer and, where there are no experts, its MLP.
-  Status advance(int index) {
-    const DecoderLayer& layer = model_.layers[index];
-    const bool dense = !model_.checkpoint.config().is_moe[index];
-    Status status;
-    for_each_window([&](Step& step, float* residual, float* normed) {
-      std::copy_n(residual, window_ * hidden_, sequence_.residual.data());
-      step.attend(layer, sequence_.layers[index]);
-      step.normalize(layer.mlp_norm);
-      std::copy_n(sequence_.normed.data(), window_ * hidden_, normed);
-      if (dense && status.ok()) status = step.mlp(layer, index, 0, {});
-      std::copy_n(sequence_.residual.data(), window_ * hidden_, residual);
-    });
-    for (auto* buffer : {&sequence_.layers[index].keys, &sequence_.layers[index].values}) *buffer = {};
-    return status;
-  }
-
- private:
-  template <class Function>
-  void for_each_window(const Function& f) {
-    for (std::size_t at = 0; at < stream_.residual.size();
-         at += static_cast<std::size_t>(window_ * hidden_)) {
-      sequence_.length = 0;
-      Step step(model_, sequence_, window_, window_);
-      f(step, stream_.residual.data() + at, stream_.normed.data() + at);
-    }
-  }
-
-  const Decoder::State& model_;
-  const std::int64_t hidden_, window_;
-  Sequence::State sequence_;
-  Stream stream_;
-};
 
 /// Tensors that the folds of the layers change: what writes the experts' inputs, and what else reads them.
 class Replacements {
@@ -193,13 +151,19 @@ class Replacements {
 
 /// A layer that a former run has done: read, and run.
 Result<QuantizedLayer> resume_layer(const CalibrationFiles& files, const Checkpoint& source, int layer,
-                                    const CalibrateOptions& options, Stream& stream) {
+                                    const LayerOptions& options, Stream& stream) {
   const auto file = files.load(layer);
   if (!file) return file.status();
   auto quantized = file->layer(options.scheme, source.config().moe);
   if (!quantized) return quantized.status();
   if (Status status = run_layer(source, layer, options, *quantized, stream); !status.ok()) return status;
   return quantized;
+}
+
+/// A layer that the recipe leaves as it is.
+Status pass_layer(const Checkpoint& source, int layer, const LayerOptions& options, Stream& stream) {
+  const auto same = rounded_layer(source, layer, options.scheme, {}, options.threads);
+  return same ? run_layer(source, layer, options, *same, stream) : same.status();
 }
 
 }  // namespace
@@ -219,23 +183,25 @@ Result<CalibrateReport> calibrate(const Checkpoint& source, const fs::path& dest
   const auto start = std::chrono::steady_clock::now();
   CalibrateOptions options = given;
   if (options.threads == 0) options.threads = omp_get_max_threads();
-  if (Status status = check_method(options); !status.ok()) return status;
+  if (Status status = check_calibration(source, tokens, options); !status.ok()) return status;
   if (options.device.kind == Device::Kind::cuda)
     if (const auto device = cuda::device_info(options.device.index); !device) return device.status();
-  if (Status status = check_windows(tokens, options.window); !status.ok()) return status;
   const ModelConfig& config = source.config();
-  for (std::size_t i = 0; i < tokens.size(); ++i)
-    if (tokens[i] < 0 || tokens[i] >= config.vocab)
-      return Status(Code::invalid_argument,
-                    fmt::format("token {} is {}: not in [0, {})", i, tokens[i], config.vocab));
-  const auto stored = source.stored_scheme();
-  if (!stored || scheme(*stored).weight.quantized())
-    return Status(Code::invalid_argument,
-                  fmt::format("{}: its experts are quantized already", source.directory().string()));
-  auto dense = load_dense(source, {.threads = options.threads});
+  std::vector<KvScales> kv_scales;
+  if (options.recipe && options.recipe->fp8_kv_cache) {
+    auto scales = search_kv_scales(source, tokens, options.window, options.threads);
+    if (!scales) return scales.status();
+    kv_scales = std::move(*scales);
+  }
+  auto dense = load_dense(source, {.scheme = options.recipe ? std::nullopt : std::optional(options.scheme),
+                                   .recipe = options.recipe,
+                                   .threads = options.threads});
   if (!dense) return dense.status();
+  for (std::size_t i = 0; i < kv_scales.size(); ++i) (*dense)->layers[i].kv_scales = kv_scales[i];
+  const ModelSchemes& schemes = (*dense)->schemes;
+  if (Status status = check_schemes(source, schemes, options); !status.ok()) return status;
   const auto files =
-      CalibrationFiles::open(destination, describe_job(source, tokens, options), options.resume);
+      CalibrationFiles::open(destination, describe_job(source, tokens, schemes, options), options.resume);
   if (!files) return files.status();
 
   CalibrateReport report;
@@ -244,18 +210,24 @@ Result<CalibrateReport> calibrate(const Checkpoint& source, const fs::path& dest
   Replacements replacements(source);
   std::int64_t done = 0, total = 0;
   for (int i = 0; i < config.layers; ++i)
-    if (config.is_moe[i] && !files->has(i)) total += config.moe.experts;
+    if (config.is_moe[i] && schemes.experts[i] && !files->has(i)) total += config.moe.experts;
   const auto expert_done = [&] {
     if (options.progress) options.progress(++done, total);
     return !(options.cancelled && options.cancelled());
   };
-  Text text(**dense, tokens, options.window);
+  TextStream text(**dense, tokens, options.window);
   for (int i = 0; i < config.layers; ++i) {
     if (Status status = text.advance(i); !status.ok()) return status;
     if (!config.is_moe[i]) continue;
+    LayerOptions layer_options{options, schemes.other(source.shared_expert_module(i, Projection::gate))};
+    layer_options.scheme = schemes.experts[i].value_or(config.moe.scheme);
+    if (!schemes.experts[i]) {
+      if (Status status = pass_layer(source, i, layer_options, text.stream()); !status.ok()) return status;
+      continue;
+    }
     const bool resumed = files->has(i);
-    const auto layer = resumed ? resume_layer(*files, source, i, options, text.stream())
-                               : calibrate_layer(source, i, options, text.stream(), expert_done);
+    const auto layer = resumed ? resume_layer(*files, source, i, layer_options, text.stream())
+                               : calibrate_layer(source, i, layer_options, text.stream(), expert_done);
     if (!layer) return layer.status();
     report.resumed_layers += resumed;
     if (!resumed)
@@ -272,13 +244,14 @@ Result<CalibrateReport> calibrate(const Checkpoint& source, const fs::path& dest
 
   ConvertOptions convert_options;
   convert_options.scheme = options.scheme;
+  convert_options.recipe = options.recipe;
+  convert_options.kv_scales = kv_scales;
   convert_options.shard_bytes = options.shard_bytes;
   convert_options.threads = options.threads;
   convert_options.cancelled = options.cancelled;
-  convert_options.static_input =
-      options.method != Method::gptq && has_static_scale(scheme(options.scheme).activation);
+  convert_options.static_input = options.method != Method::gptq;
   convert_options.matrix = [&](int layer, int expert, Projection projection) -> Result<QuantizedMatrix> {
-    return layers.at(layer).matrix(options.scheme, config.moe, expert, projection);
+    return layers.at(layer).matrix(*schemes.experts[layer], config.moe, expert, projection);
   };
   convert_options.replacement = [&](const TensorEntry& entry) { return replacements.find(entry); };
   auto written = convert(source, destination, convert_options);

@@ -76,7 +76,7 @@ class Gram {
 
 class Layer {
  public:
-  Layer(const Checkpoint& checkpoint, int layer, const CalibrateOptions& options, Stream& stream)
+  Layer(const Checkpoint& checkpoint, int layer, const LayerOptions& options, Stream& stream)
       : checkpoint_(checkpoint),
         spec_(checkpoint.config().moe),
         activation_(scheme(options.scheme).activation),
@@ -118,7 +118,7 @@ class Layer {
   const MoeSpec& spec_;
   const Operand& activation_;
   const int layer_;
-  const CalibrateOptions& options_;
+  const LayerOptions& options_;
   Stream& stream_;
   const std::int64_t hidden_, inner_, tokens_;
   std::vector<std::int32_t> ids_;
@@ -158,15 +158,21 @@ Status Layer::route_tokens() {
   return {};
 }
 
-/// The shared expert stays as it is.
+/// The shared expert, as it is or rounded to nearest.
 Status Layer::add_shared() {
   if (spec_.shared.intermediate == 0) return {};
   Floats parts[3];
   for (const Projection p : {Projection::gate, Projection::up, Projection::down}) {
     const auto matrix = plain_shared_expert(checkpoint_, layer_, p);
     if (!matrix) return matrix.status();
-    parts[static_cast<int>(p)] = widened(*matrix);
+    Floats& part = parts[static_cast<int>(p)];
+    part = widened(*matrix);
+    if (!options_.shared) continue;
+    const auto rounded = quantize(*options_.shared, *matrix);
+    if (!rounded) return rounded.status();
+    part = dequantized(*rounded);
   }
+  const Operand activation = options_.shared ? scheme(*options_.shared).activation : Operand{};
   const Ffn ffn{std::move(parts[0]), std::move(parts[1]), std::move(parts[2])};
   Floats gate;
   if (spec_.shared.gated) {
@@ -180,8 +186,11 @@ Status Layer::add_shared() {
     const std::int64_t count = std::min(chunk, tokens_ - begin);
     const float* first = stream_.normed.data() + begin * hidden_;
     const Floats x(first, first + count * hidden_);
-    Floats out(x.size());
-    multiply(inner(ffn, x).data(), count, ffn.down, spec_.shared.intermediate, out.data());
+    Floats in = x, out(x.size());
+    round_activations(activation, nullptr, hidden_, in);
+    Floats y = inner(ffn, in);
+    round_activations(activation, nullptr, spec_.shared.intermediate, y);
+    multiply(y.data(), count, ffn.down, spec_.shared.intermediate, out.data());
     for (std::int64_t t = 0; t < count; ++t) {
       float factor = 1;
       if (!gate.empty())
@@ -429,7 +438,7 @@ Result<QuantizedLayer> Layer::calibrate(const std::function<bool()>& expert_done
     if (!fold) return fold.status();
     divide_normed(*fold);
     layer.fold = std::move(*fold);
-    if (has_static_scale(activation_))
+    if (activation_.may_be_static())
       input_scale_ = static_scale(options_.activation_scale, activation_, stream_.normed, hidden_);
   }
   if (Status status = start_device(); !status.ok()) return status;
@@ -472,13 +481,12 @@ Status Layer::run(const QuantizedLayer& quantized) {
 
 }  // namespace
 
-Result<QuantizedLayer> calibrate_layer(const Checkpoint& checkpoint, int layer,
-                                       const CalibrateOptions& options, Stream& stream,
-                                       const std::function<bool()>& expert_done) {
+Result<QuantizedLayer> calibrate_layer(const Checkpoint& checkpoint, int layer, const LayerOptions& options,
+                                       Stream& stream, const std::function<bool()>& expert_done) {
   return Layer(checkpoint, layer, options, stream).calibrate(expert_done);
 }
 
-Status run_layer(const Checkpoint& checkpoint, int layer, const CalibrateOptions& options,
+Status run_layer(const Checkpoint& checkpoint, int layer, const LayerOptions& options,
                  const QuantizedLayer& quantized, Stream& stream) {
   return Layer(checkpoint, layer, options, stream).run(quantized);
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "gatefold/calibrate.h"
@@ -26,15 +27,23 @@ struct QuantizedLayer {
   std::vector<std::int64_t> samples;  ///< tokens routed to each expert
 };
 
+/// Of one layer; `scheme` is that of its routed experts.
+struct LayerOptions : CalibrateOptions {
+  std::optional<SchemeId> shared;  ///< scheme that the shared expert is rounded to
+};
+
 /// Quantizes the experts of a layer, and adds the layer's output to the stream. `expert_done` is called for
 /// each, one at a time; false stops.
-Result<QuantizedLayer> calibrate_layer(const Checkpoint& checkpoint, int layer,
-                                       const CalibrateOptions& options, Stream& stream,
-                                       const std::function<bool()>& expert_done);
+Result<QuantizedLayer> calibrate_layer(const Checkpoint& checkpoint, int layer, const LayerOptions& options,
+                                       Stream& stream, const std::function<bool()>& expert_done);
 
 /// Only adds the output of a layer that is quantized already.
-Status run_layer(const Checkpoint& checkpoint, int layer, const CalibrateOptions& options,
+Status run_layer(const Checkpoint& checkpoint, int layer, const LayerOptions& options,
                  const QuantizedLayer& quantized, Stream& stream);
+
+/// The experts of a layer, which must not be quantized, rounded to nearest.
+Result<QuantizedLayer> rounded_layer(const Checkpoint& checkpoint, int layer, SchemeId scheme,
+                                     const QuantizeOptions& options, int threads);
 
 /// A matrix of a layer's shared expert, which must not be quantized.
 Result<MatrixView> plain_shared_expert(const Checkpoint& checkpoint, int layer, Projection projection);

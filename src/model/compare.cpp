@@ -1,87 +1,16 @@
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cmath>
-#include <cstring>
-#include <filesystem>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "model/eval.h"
+#include "model/logits_store.h"
 #include "model/loss.h"
 
 namespace gatefold {
 namespace {
-
-struct Unmap {
-  std::uint64_t bytes = 0;
-  void operator()(void* mapping) const { munmap(mapping, bytes); }
-};
-
-// Room for many rows of logits: memory, or a file without a name.
-class LogitsStore {
- public:
-  static Result<LogitsStore> create(std::uint64_t rows, std::uint64_t vocab, std::uint64_t memory_bytes) {
-    const std::uint64_t bytes = rows * vocab * sizeof(float);
-    LogitsStore store(vocab);
-    if (bytes <= memory_bytes) {
-      store.memory_.resize(rows * vocab);
-      store.data_ = store.memory_.data();
-      return store;
-    }
-    std::error_code error;
-    const std::filesystem::path directory = std::filesystem::temp_directory_path(error);
-    const auto failed = [&](const char* what, int reason) {
-      return Status(Code::io_error, fmt::format("{} bytes for the unquantized model's logits in {}: {}: {}",
-                                                bytes, directory.string(), what, std::strerror(reason)));
-    };
-    if (error) return failed("no temporary directory", error.value());
-    std::string name = (directory / "gatefold-logits-XXXXXX").string();
-    const int file = mkstemp(name.data());
-    if (file < 0) return failed("cannot create a file", errno);
-    unlink(name.c_str());
-    // Reserved now: a write to a mapping that finds the disk full would be a signal, not an error.
-    int reason = posix_fallocate(file, 0, static_cast<off_t>(bytes));
-    void* mapping = MAP_FAILED;
-    if (reason == 0) {
-      mapping = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-      if (mapping == MAP_FAILED) reason = errno;
-    }
-    close(file);
-    if (mapping == MAP_FAILED) return failed("cannot reserve them", reason);
-    store.mapping_ = {mapping, Unmap{bytes}};
-    store.data_ = static_cast<float*>(mapping);
-    return store;
-  }
-
-  float* row(std::int64_t index) { return data_ + static_cast<std::uint64_t>(index) * vocab_; }
-
- private:
-  explicit LogitsStore(std::uint64_t vocab) : vocab_(vocab) {}
-
-  std::uint64_t vocab_;
-  std::vector<float> memory_;
-  std::unique_ptr<void, Unmap> mapping_;
-  float* data_ = nullptr;
-};
-
-// sum p (log p - log q), p and q the softmax of two rows of logits.
-double divergence(const float* p_logits, const float* q_logits, std::int64_t count) {
-  const double p_norm = log_sum_exp(p_logits, count);
-  const double q_norm = log_sum_exp(q_logits, count);
-  double sum = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const double log_p = p_logits[i] - p_norm;
-    sum += std::exp(log_p) * (log_p - (q_logits[i] - q_norm));
-  }
-  return sum;
-}
 
 // One model over all windows. The base writes `store`, the others are measured against it.
 Status measure(const Decoder& decoder, std::span<const std::int32_t> tokens, const CompareOptions& options,
@@ -135,20 +64,23 @@ Result<std::vector<CompareRow>> compare(const Checkpoint& checkpoint, std::span<
                   fmt::format("{}: its experts are {} already: compare needs the unquantized model",
                               checkpoint.directory().string(), scheme(*stored).name));
   std::vector<SchemeId> schemes = options.schemes;
-  if (schemes.empty() && options.others.empty())
+  if (schemes.empty() && options.others.empty() && options.recipes.empty())
     for (std::size_t i = 0; i < all_schemes().size(); ++i) schemes.push_back(static_cast<SchemeId>(i));
 
   const std::uint64_t rows = tokens.size() / options.window * (options.window - 1);
   auto store = LogitsStore::create(rows, checkpoint.config().vocab, options.memory_bytes);
   if (!store) return store.status();
 
-  const auto run = [&](const Checkpoint& of, std::optional<SchemeId> id, bool is_base) -> CompareRow {
+  const auto run = [&](const Checkpoint& of, std::string name, std::optional<SchemeId> id,
+                       const std::optional<Recipe>& recipe, bool is_base = false) -> CompareRow {
     CompareRow row;
     DecoderOptions decoder_options = options.decoder;
     decoder_options.scheme = id;
+    decoder_options.recipe = recipe;
     const auto decoder = Decoder::load(of, decoder_options);
     row.scheme = decoder ? decoder->scheme() : id.value_or(*stored);
-    row.name = id ? scheme(*id).name : of.directory().string();
+    row.schemes = decoder ? decoder->schemes() : name;
+    row.name = std::move(name);
     if (decoder && decoder->config().vocab != checkpoint.config().vocab)
       row.status = {Code::invalid_argument,
                     fmt::format("{} has a vocabulary of {}, {} one of {}", row.name, decoder->config().vocab,
@@ -157,15 +89,20 @@ Result<std::vector<CompareRow>> compare(const Checkpoint& checkpoint, std::span<
       row.status = decoder ? measure(*decoder, tokens, options, is_base, *store, row) : decoder.status();
     return row;
   };
-  const CompareRow base = run(checkpoint, *stored, true);
+  const auto with_scheme = [&](SchemeId id, bool is_base) {
+    return run(checkpoint, std::string(scheme(id).name), id, std::nullopt, is_base);
+  };
+  const CompareRow base = with_scheme(*stored, true);
   if (!base.status.ok()) return base.status;
   std::vector<CompareRow> result;
   const auto add = [&](CompareRow row) {
     result.push_back(std::move(row));
     if (options.on_row) options.on_row(result.back());
   };
-  for (const SchemeId id : schemes) add(id == *stored ? base : run(checkpoint, id, false));
-  for (const Checkpoint& other : options.others) add(run(other, std::nullopt, false));
+  for (const SchemeId id : schemes) add(id == *stored ? base : with_scheme(id, false));
+  for (const Recipe& recipe : options.recipes) add(run(checkpoint, recipe.name, std::nullopt, recipe));
+  for (const Checkpoint& other : options.others)
+    add(run(other, other.directory().string(), std::nullopt, std::nullopt));
   return result;
 }
 

@@ -1,6 +1,7 @@
 #include "gatefold/decoder.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 
@@ -12,6 +13,17 @@ namespace {
 constexpr std::int64_t max_length = std::int64_t{1} << 24;  // positions are f32 in RoPE
 
 }  // namespace
+
+std::uint64_t expert_bytes(const MoeSpec& spec, SchemeId id) {
+  const Operand& weight = scheme(id).weight;
+  const std::size_t expert =
+      2 * quantized_layout(weight, weight.scale, spec.intermediate, spec.hidden).total() +
+      quantized_layout(weight, weight.scale, spec.hidden, spec.intermediate).total();
+  return static_cast<std::uint64_t>(spec.experts) * expert;
+}
+std::uint64_t expert_weights(const MoeSpec& spec) {
+  return std::uint64_t{3} * spec.experts * spec.intermediate * spec.hidden;
+}
 
 void Sequence::Delete::operator()(State* state) const {
   delete state;
@@ -40,26 +52,30 @@ int Decoder::threads() const {
 bool Decoder::byte_level() const {
   return state_->byte_level;
 }
+std::string Decoder::schemes() const {
+  std::vector<std::string_view> names;
+  for (const DecoderLayer& layer : state_->layers) {
+    if (!layer.experts) continue;
+    const std::string_view name = gatefold::scheme(layer.experts->spec().scheme).name;
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  }
+  return fmt::format("{}", fmt::join(names, " and "));
+}
 std::uint64_t Decoder::expert_bytes() const {
-  const MoeSpec& spec = config().moe;
-  const Operand& weight = gatefold::scheme(scheme()).weight;
-  const std::size_t expert =
-      2 * quantized_layout(weight, weight.scale, spec.intermediate, spec.hidden).total() +
-      quantized_layout(weight, weight.scale, spec.hidden, spec.intermediate).total();
   std::uint64_t bytes = 0;
   for (const DecoderLayer& layer : state_->layers)
-    if (layer.experts) bytes += static_cast<std::uint64_t>(spec.experts) * expert;
+    if (layer.experts) bytes += gatefold::expert_bytes(config().moe, layer.experts->spec().scheme);
   return bytes;
 }
 std::uint64_t Decoder::expert_weights() const {
   const MoeSpec& spec = config().moe;
   std::uint64_t weights = 0;
   for (const DecoderLayer& layer : state_->layers)
-    if (layer.experts) weights += std::uint64_t{3} * spec.experts * spec.intermediate * spec.hidden;
+    if (layer.experts) weights += gatefold::expert_weights(spec);
   return weights;
 }
 std::string_view Decoder::kernel_name() const {
-  return state_->plan ? state_->plan->kernel_name() : "";
+  return state_->plans.empty() ? "" : state_->plans.front().kernel_name();
 }
 
 Sequence Decoder::new_sequence() const {
@@ -110,7 +126,7 @@ Status Decoder::run(std::span<const std::int32_t> tokens, Sequence& sequence, st
     Step step(*state_, state, size, before + count);
     step.embed(tokens.data() + first);
     for (int i = 0; i < config().layers; ++i) {
-      step.attend(state_->layers[i], state.layers[i]);
+      step.attend(state_->layers[i], i, hooks);
       if (Status status = step.mlp(state_->layers[i], i, first, hooks); !status.ok()) {
         state.length = before;
         return status;

@@ -3,6 +3,8 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <limits>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -18,7 +20,8 @@ constexpr std::string_view supported_types[] = {"qwen3_moe", "qwen2_moe", "mixtr
 // Finds tensors and checks what they are. The first error sticks; what is returned after it is empty.
 class TensorLoader {
  public:
-  explicit TensorLoader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+  TensorLoader(const Checkpoint& checkpoint, const DecoderOptions& options, const ModelSchemes& schemes)
+      : checkpoint_(checkpoint), options_(options), schemes_(schemes) {}
 
   const Status& status() const { return status_; }
   bool has(const std::string& name) const { return checkpoint_.find(name) != nullptr; }
@@ -39,26 +42,54 @@ class TensorLoader {
     return values;
   }
 
+  // A factor of one number; 1 if there is none.
+  float scale(const std::string& name) {
+    if (!has(name)) return 1;
+    const TensorEntry& entry = *checkpoint_.find(name);
+    const TensorView view = entry.shape.empty() ? tensor(name, {}) : tensor(name, {1});
+    float value = 1;
+    if (view.data != nullptr) row_kernels().widen(view.dtype, view.data, 0, 1, &value);
+    if (!(value > 0 && value <= std::numeric_limits<float>::max()))
+      fail({Code::bad_file, fmt::format("{}: tensor {} is {}, not a positive factor",
+                                        checkpoint_.directory().string(), name, value)});
+    return value;
+  }
+
   // "<name>.weight" and, if wanted, "<name>.bias"
   DenseLayer dense(const std::string& name, std::int64_t n, std::int64_t k, bool bias = false) {
     DenseLayer layer;
-    layer.weight = matrix(name + ".weight", n, k);
+    if (quantized_.contains(name))
+      set_quantized(layer, checkpoint_.quantized_layer({name, n, k}));
+    else
+      layer.weight = matrix(name + ".weight", n, k);
+    if (const auto id = schemes_.other(name); id && status_.ok())
+      set_quantized(layer, quantize(*id, layer.weight, options_.quantize), name + ": ");
     if (bias) layer.bias = vector(name + ".bias", n);
     return layer;
   }
 
  private:
+  static std::set<std::string> quantized_modules(const Checkpoint& checkpoint) {
+    std::set<std::string> modules;
+    for (StoredLayer& layer : checkpoint.other_quantized_layers()) modules.insert(std::move(layer.module));
+    return modules;
+  }
+
+  void set_quantized(DenseLayer& layer, Result<QuantizedMatrix> matrix, const std::string& where = "") {
+    if (!matrix) return fail({matrix.status().code(), where + matrix.status().message()});
+    layer.quantized = std::move(*matrix);
+    layer.weight = {nullptr, DType::f32, layer.quantized.n, layer.quantized.k};
+    const Operand& activation = scheme(layer.quantized.scheme).activation;
+    if (options_.weights_only || !activation.quantized()) return;
+    layer.activation = activation;
+    layer.activation.rule = checkpoint_.config().moe.activation_rule;
+  }
+
   TensorView tensor(const std::string& name, const std::vector<std::int64_t>& shape) {
     if (!status_.ok()) return {};
     const auto found = checkpoint_.tensor(name);
     if (!found) {
-      // compressed-tensors keeps "<layer>.weight_packed", AWQ and GPTQ "<layer>.qweight".
-      const std::string layer = name.substr(0, name.rfind('.'));
-      const bool is_packed = has(name + "_packed") || has(layer + ".qweight");
-      fail(is_packed ? Status(Code::unsupported, fmt::format("{}: {} is quantized; outside of experts the "
-                                                             "decoder takes BF16, F16 and F32",
-                                                             checkpoint_.directory().string(), layer))
-                     : found.status());
+      fail(found.status());
       return {};
     }
     const DType dtype = found->dtype;
@@ -76,10 +107,13 @@ class TensorLoader {
   }
 
   const Checkpoint& checkpoint_;
+  const DecoderOptions& options_;
+  const ModelSchemes& schemes_;
+  const std::set<std::string> quantized_ = quantized_modules(checkpoint_);
   Status status_;
 };
 
-DecoderLayer load_layer(TensorLoader& loader, const ModelConfig& config, int index) {
+DecoderLayer load_layer(TensorLoader& loader, const ModelConfig& config, bool fp8_kv_cache, int index) {
   const std::string prefix = fmt::format("model.layers.{}.", index);
   const std::string attention = prefix + "self_attn.";
   const std::int64_t hidden = config.hidden, d = config.head_dim;
@@ -97,6 +131,8 @@ DecoderLayer load_layer(TensorLoader& loader, const ModelConfig& config, int ind
     layer.q_norm = loader.vector(attention + "q_norm.weight", d);
     layer.k_norm = loader.vector(attention + "k_norm.weight", d);
   }
+  if (fp8_kv_cache)
+    layer.kv_scales = {loader.scale(attention + "k_scale"), loader.scale(attention + "v_scale")};
   if (!config.is_moe[index]) {
     layer.gate = loader.dense(prefix + "mlp.gate_proj", config.dense_intermediate, hidden);
     layer.up = loader.dense(prefix + "mlp.up_proj", config.dense_intermediate, hidden);
@@ -121,6 +157,21 @@ Status check_supported(const ModelConfig& config, const DecoderOptions& options)
   return {};
 }
 
+/// The plan that runs layers of this spec; a new one if there is none yet.
+Result<std::size_t> find_plan(std::vector<MoePlan>& plans, const MoeSpec& spec, const PlanOptions& options,
+                              const Device& device) {
+  for (std::size_t i = 0; i < plans.size(); ++i) {
+    const MoeSpec& other = plans[i].spec();
+    if (other.scheme == spec.scheme && other.shared.scheme == spec.shared.scheme &&
+        other.ordered_inputs == spec.ordered_inputs)
+      return i;
+  }
+  auto plan = MoePlan::create(spec, options, device);
+  if (!plan) return plan.status();
+  plans.push_back(std::move(*plan));
+  return plans.size() - 1;
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Decoder::State>> load_dense(const Checkpoint& checkpoint,
@@ -130,6 +181,15 @@ Result<std::shared_ptr<Decoder::State>> load_dense(const Checkpoint& checkpoint,
   auto rope = Rope::create(config.rope, config.head_dim, config.max_positions);
   if (!rope) return rope.status();
 
+  ModelSchemes schemes;
+  if (options.recipe) {
+    auto resolved = resolve(*options.recipe, checkpoint);
+    if (!resolved) return resolved.status();
+    schemes = std::move(*resolved);
+  } else if (options.scheme) {
+    schemes = uniform_schemes(checkpoint, *options.scheme);
+  }
+  schemes.experts.resize(config.is_moe.size());
   auto state = std::make_shared<Decoder::State>(Decoder::State{.checkpoint = checkpoint,
                                                                .options = options,
                                                                .byte_level = false,
@@ -138,26 +198,31 @@ Result<std::shared_ptr<Decoder::State>> load_dense(const Checkpoint& checkpoint,
                                                                .final_norm = {},
                                                                .head = {},
                                                                .rope = *rope,
-                                                               .plan = {}});
+                                                               .schemes = std::move(schemes),
+                                                               .plans = {}});
   if (options.threads == 0) state->options.threads = omp_get_max_threads();
   state->byte_level = is_byte_level(checkpoint);
 
-  TensorLoader loader(checkpoint);
+  TensorLoader loader(checkpoint, options, state->schemes);
   state->embedding = loader.matrix("model.embed_tokens.weight", config.vocab, config.hidden);
   state->final_norm = loader.vector("model.norm.weight", config.hidden);
   state->head = config.tie_embeddings ? DenseLayer{state->embedding, {}}
                                       : loader.dense("lm_head", config.vocab, config.hidden);
+  const auto stored_cache = checkpoint.fp8_kv_cache();
+  if (!stored_cache) return stored_cache.status();
+  const bool fp8_kv_cache = *stored_cache || state->schemes.fp8_kv_cache;
   for (int i = 0; i < config.layers && loader.status().ok(); ++i)
-    state->layers.push_back(load_layer(loader, config, i));
+    state->layers.push_back(load_layer(loader, config, fp8_kv_cache, i));
   if (!loader.status().ok()) return loader.status();
   return state;
 }
 
-Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions& options) {
+Result<std::shared_ptr<Decoder::State>> load_state(const Checkpoint& checkpoint,
+                                                   const DecoderOptions& options) {
   const ModelConfig& config = checkpoint.config();
   auto dense = load_dense(checkpoint, options);
   if (!dense) return dense.status();
-  std::shared_ptr<State> state = std::move(*dense);
+  std::shared_ptr<Decoder::State> state = std::move(*dense);
 
   const PlanOptions plan_options{.max_tokens = options.max_tokens,
                                  .threads = state->options.threads,
@@ -167,19 +232,26 @@ Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions
                                  .kernel = {}};
   for (int i = 0; i < config.layers; ++i) {
     if (!config.is_moe[i]) continue;
+    const std::string shared = checkpoint.shared_expert_module(i, Projection::gate);
     auto experts = load_experts(checkpoint, {.layer = i,
-                                             .scheme = options.scheme,
+                                             .scheme = state->schemes.experts[static_cast<std::size_t>(i)],
                                              .device = options.device,
                                              .quantize = options.quantize,
-                                             .plan = plan_options});
+                                             .plan = plan_options,
+                                             .shared_scheme = state->schemes.other(shared)});
     if (!experts) return experts.status();
-    state->layers[i].experts = std::move(*experts);
-    if (state->plan) continue;
-    auto plan = MoePlan::create(state->layers[i].experts->spec(), plan_options, options.device);
+    auto plan = find_plan(state->plans, experts->spec(), plan_options, options.device);
     if (!plan) return plan.status();
-    state->plan = std::move(*plan);
+    state->layers[i].experts = std::move(*experts);
+    state->layers[i].plan = *plan;
   }
-  return Decoder(std::move(state));
+  return state;
+}
+
+Result<Decoder> Decoder::load(const Checkpoint& checkpoint, const DecoderOptions& options) {
+  auto state = load_state(checkpoint, options);
+  if (!state) return state.status();
+  return Decoder(std::move(*state));
 }
 
 }  // namespace gatefold

@@ -6,6 +6,7 @@
 
 #include "format/row_kernels.h"
 #include "model/blas.h"
+#include "model/smoothing.h"
 
 namespace gatefold {
 namespace {
@@ -24,6 +25,7 @@ struct Scratch {
   alignas(64) float weights[panel * k_block];
   alignas(64) float sums[token_chunk * panel];
   alignas(64) float partial[token_block * k_block];  // a block of which the call has not all tokens
+  std::vector<float> rows;                           // of quantized weights, [panel, k]
 };
 
 // Tokens [begin, end) of a call that has tokens [0, tokens); those outside count as zeros.
@@ -38,10 +40,18 @@ void multiply(const DenseLayer& layer, const Chunk& chunk, std::int64_t first_ro
   const auto [data, dtype, n, k] = layer.weight;
   const RowKernels& kernels = row_kernels();
   const std::int64_t rows = std::min(panel, n - first_row);
+  const bool quantized = data == nullptr;
+  if (quantized) {
+    scratch.rows.resize(static_cast<std::size_t>(panel * k));
+    dequantize_rows(layer.quantized, first_row, rows, scratch.rows.data());
+  }
   for (std::int64_t k0 = 0; k0 < k; k0 += k_block) {
     const std::int64_t depth = std::min(k_block, k - k0);
     for (std::int64_t row = 0; row < rows; ++row)
-      kernels.widen(dtype, data, (first_row + row) * k + k0, depth, scratch.weights + row * k_block);
+      if (quantized)
+        std::copy_n(scratch.rows.data() + row * k + k0, depth, scratch.weights + row * k_block);
+      else
+        kernels.widen(dtype, data, (first_row + row) * k + k0, depth, scratch.weights + row * k_block);
     for (std::int64_t t = chunk.begin; t < chunk.end; t += token_block) {
       const bool whole = t >= 0 && t + token_block <= chunk.tokens;
       if (!whole) std::fill_n(scratch.partial, token_block * k_block, 0.0f);
@@ -62,10 +72,34 @@ void multiply(const DenseLayer& layer, const Chunk& chunk, std::int64_t first_ro
   }
 }
 
+/// A(x). Rows are rounded by all threads where each has scales of its own.
+std::vector<float> rounded(const DenseLayer& layer, const float* x, std::int64_t tokens, int threads) {
+  const std::int64_t k = layer.weight.cols;
+  const auto& fixed = layer.quantized.input_scale;
+  const TensorScale* scale = fixed ? &*fixed : nullptr;
+  std::vector<float> out(x, x + tokens * k);
+  if (scale == nullptr && layer.activation.group.n == 0) {
+    round_activations(layer.activation, scale, k, out);
+    return out;
+  }
+#pragma omp parallel for num_threads(threads)
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    std::vector<float> row(x + t * k, x + (t + 1) * k);
+    round_activations(layer.activation, scale, k, row);
+    std::copy(row.begin(), row.end(), out.begin() + t * k);
+  }
+  return out;
+}
+
 }  // namespace
 
 void apply(const DenseLayer& layer, const float* x, std::int64_t first, std::int64_t tokens, float* y,
            int threads) {
+  std::vector<float> inputs;
+  if (layer.activation.quantized()) {
+    inputs = rounded(layer, x, tokens, threads);
+    x = inputs.data();
+  }
   const std::int64_t before = first % token_block;  // tokens of the first block that came earlier
   const std::int64_t panels = (layer.weight.rows + panel - 1) / panel;
   const std::int64_t chunks = tokens == 0 ? 0 : (before + tokens + token_chunk - 1) / token_chunk;

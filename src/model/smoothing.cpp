@@ -194,9 +194,4 @@ TensorScale static_scale(ActivationScale rule, const Operand& operand, const Flo
   return search_static_scale(operand, sample_of(x, k));
 }
 
-bool has_static_scale(const Operand& activation) {
-  return activation.quantized() &&
-         (activation.group == Granularity{0, 0} || activation.tensor_scale.stored());
-}
-
 }  // namespace gatefold

@@ -40,7 +40,4 @@ std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two
 TensorScale static_scale(ActivationScale rule, const Operand& operand, const std::vector<float>& x,
                          std::int64_t k);
 
-/// Whether the operand's scale may be a checkpoint's, instead of one made for each token.
-bool has_static_scale(const Operand& activation);
-
 }  // namespace gatefold

@@ -41,6 +41,7 @@ Step::Step(const Decoder::State& model, Sequence::State& sequence, std::int64_t 
       config_(model.checkpoint.config()),
       sequence_(sequence),
       tokens_(tokens),
+      kv_width_(static_cast<std::int64_t>(config_.kv_heads) * config_.head_dim),
       threads_(model.options.threads) {
   const std::int64_t d = config_.head_dim;
   for (auto* buffer : {&sequence.residual, &sequence.normed, &sequence.output})
@@ -57,35 +58,68 @@ void Step::embed(const std::int32_t* ids) {
                         sequence_.residual.data() + t * config_.hidden);
 }
 
-void Step::attend(const DecoderLayer& layer, Sequence::State::Cache& cache) {
-  const std::int64_t width = static_cast<std::int64_t>(config_.kv_heads) * config_.head_dim;
+/// Room for the step's tokens at the end of the cache; where they go, as f32, is returned.
+float* Step::make_room(Sequence::State::Rows& rows, std::vector<float>& scratch, bool fp8) {
+  const auto before = static_cast<std::size_t>(sequence_.length * kv_width_);
   const std::int64_t length = sequence_.length + tokens_;
+  const auto padded = static_cast<std::size_t>((length + key_block - 1) / key_block * key_block * kv_width_);
   // First back to what is valid, so that all behind it is zero.
-  for (auto* buffer : {&cache.keys, &cache.values}) {
-    buffer->resize(sequence_.length * width);
-    buffer->resize((length + key_block - 1) / key_block * key_block * width);
+  if (fp8) {
+    rows.codes.resize(before);
+    rows.codes.resize(padded);
+    scratch.resize(static_cast<std::size_t>(tokens_ * kv_width_));
+    return scratch.data();
   }
-  float* keys = cache.keys.data() + sequence_.length * width;
+  rows.values.resize(before);
+  rows.values.resize(padded);
+  return rows.values.data() + before;
+}
+
+void Step::store_codes(const float* x, float scale, Sequence::State::Rows& rows) const {
+  const float zero = 0;
+  row_kernels()[formats::e4m3].encode(x, tokens_ * kv_width_, tokens_ * kv_width_, &scale, &zero,
+                                      rows.codes.data() + sequence_.length * kv_width_);
+}
+
+void Step::attend(const DecoderLayer& layer, int index, const ForwardHooks& hooks) {
+  Sequence::State::Cache& cache = sequence_.layers[index];
+  const bool fp8 = layer.kv_scales.has_value();
+  float* const keys = make_room(cache.keys, sequence_.keys, fp8);
+  float* const values = make_room(cache.values, sequence_.values, fp8);
   normalize(layer.attention_norm);
   multiply(layer.q, sequence_.normed, sequence_.queries.data());
   multiply(layer.k, sequence_.normed, keys);
-  multiply(layer.v, sequence_.normed, cache.values.data() + sequence_.length * width);
+  multiply(layer.v, sequence_.normed, values);
   rotate_heads(sequence_.queries.data(), config_.heads, layer.q_norm);
   rotate_heads(keys, config_.kv_heads, layer.k_norm);
+  if (hooks.kv)
+    hooks.kv(index, {keys, DType::f32, tokens_, kv_width_}, {values, DType::f32, tokens_, kv_width_});
+  const KvScales scales = layer.kv_scales.value_or(KvScales{});
+  if (fp8) {
+    store_codes(keys, scales.key, cache.keys);
+    store_codes(values, scales.value, cache.values);
+  }
+  const auto cached = [&](const Sequence::State::Rows& rows, float scale) {
+    return CachedRows{fp8 ? nullptr : rows.values.data(), rows.codes.data(), scale};
+  };
   attention({config_.heads, config_.kv_heads, config_.head_dim, config_.sliding_window},
-            {sequence_.queries.data(), cache.keys.data(), cache.values.data(), sequence_.length, tokens_},
+            {sequence_.queries.data(), cached(cache.keys, scales.key), cached(cache.values, scales.value),
+             sequence_.length, tokens_},
             sequence_.attended.data(), threads_);
   multiply(layer.o, sequence_.attended, sequence_.output.data());
   add_output();
 }
 
-Status Step::run_moe(const ExpertWeights& experts, const MoeInputs& inputs, const MoeOutputs& outputs) {
-  if (!sequence_.moe) {
-    Result<HostCalls> calls = HostCalls::create(*model_.plan);
-    if (!calls) return calls.status();
-    sequence_.moe = std::move(*calls);
+Status Step::run_moe(const DecoderLayer& layer, const MoeInputs& inputs, const MoeOutputs& outputs) {
+  sequence_.moe.resize(model_.plans.size());
+  const MoePlan& plan = model_.plans[layer.plan];
+  std::optional<HostCalls>& calls = sequence_.moe[layer.plan];
+  if (!calls) {
+    Result<HostCalls> created = HostCalls::create(plan);
+    if (!created) return created.status();
+    calls = std::move(*created);
   }
-  return sequence_.moe->run(*model_.plan, experts, inputs, outputs);
+  return calls->run(plan, *layer.experts, inputs, outputs);
 }
 
 Status Step::mlp(const DecoderLayer& layer, int index, std::int64_t first, const ForwardHooks& hooks) {
@@ -97,7 +131,7 @@ Status Step::mlp(const DecoderLayer& layer, int index, std::int64_t first, const
     inputs.hidden = input;
     MoeOutputs outputs;
     outputs.hidden = output;
-    if (Status status = run_moe(*layer.experts, inputs, outputs); !status.ok())
+    if (Status status = run_moe(layer, inputs, outputs); !status.ok())
       return {status.code(), fmt::format("layer {}: {}", index, status.message())};
     if (hooks.moe) hooks.moe(index, first, input, {output.data, DType::f32, tokens_, config_.hidden});
   } else {

@@ -18,8 +18,8 @@ class Step {
        std::int64_t final_length);
 
   void embed(const std::int32_t* ids);
-  /// Attention, added to the residual.
-  void attend(const DecoderLayer& layer, Sequence::State::Cache& cache);
+  /// Attention, added to the residual. `index` is for the hook and the cache.
+  void attend(const DecoderLayer& layer, int index, const ForwardHooks& hooks);
   /// Sets `normed`, what the MLP or the MoE layer reads.
   void normalize(const std::vector<float>& weight);
   /// The MLP or MoE layer, added to the residual. `index` and `first` (of the step within the call) are for
@@ -29,7 +29,9 @@ class Step {
   void logits(std::int64_t from, std::int64_t first, const ForwardHooks& hooks);
 
  private:
-  Status run_moe(const ExpertWeights& experts, const MoeInputs& inputs, const MoeOutputs& outputs);
+  Status run_moe(const DecoderLayer& layer, const MoeInputs& inputs, const MoeOutputs& outputs);
+  float* make_room(Sequence::State::Rows& rows, std::vector<float>& scratch, bool fp8);
+  void store_codes(const float* x, float scale, Sequence::State::Rows& rows) const;
   void rotate_heads(float* x, int heads, const std::vector<float>& norm);
   void multiply(const DenseLayer& layer, const std::vector<float>& x, float* y);
   void add_output();
@@ -38,6 +40,7 @@ class Step {
   const ModelConfig& config_;
   Sequence::State& sequence_;
   const std::int64_t tokens_;
+  const std::int64_t kv_width_;
   const int threads_;
 };
 

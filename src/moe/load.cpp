@@ -188,6 +188,7 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
     const auto shared = checkpoint.shared_scheme(layer);
     if (!shared) return shared.status();
     if (scheme(*shared).weight.quantized()) spec.shared.scheme = *shared;
+    if (options.shared_scheme) spec.shared.scheme = *options.shared_scheme;
   }
   Result<LayerVectors> vectors = read_vectors(checkpoint, spec, layer);
   if (!vectors) return vectors.status();

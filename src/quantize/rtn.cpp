@@ -185,18 +185,22 @@ float largest_magnitude(const MatrixView& weights) {
 }
 
 void dequantize(const QuantizedMatrix& matrix, float* out) {
+  dequantize_rows(matrix, 0, matrix.n, out);
+}
+
+void dequantize_rows(const QuantizedMatrix& matrix, std::int64_t first, std::int64_t count, float* out) {
   const Operand& operand = scheme(matrix.scheme).weight;
   const QuantizedLayout layout = matrix.layout();
   const RowKernels& kernels = row_kernels();
   std::vector<float> scales(std::max<std::size_t>(1, layout.scale_cols), 1.0f), zeros(scales.size(), 0.0f);
-  for (std::int64_t n = 0; n < matrix.n; ++n) {
+  for (std::int64_t n = first; n < first + count; ++n, out += matrix.k) {
     row_scales(MatrixParts(matrix), layout, n, scales.data(), zeros.data());
     kernels[operand.value].decode(matrix.values.data() + n * layout.row_bytes, matrix.k,
                                   operand.group.k == 0 ? matrix.k : operand.group.k, scales.data(),
-                                  zeros.data(), out + n * matrix.k);
+                                  zeros.data(), out);
     if (matrix.input_order.empty()) continue;
-    const std::vector<float> ordered(out + n * matrix.k, out + (n + 1) * matrix.k);
-    for (std::size_t j = 0; j < ordered.size(); ++j) out[n * matrix.k + matrix.input_order[j]] = ordered[j];
+    const std::vector<float> ordered(out, out + matrix.k);
+    for (std::size_t j = 0; j < ordered.size(); ++j) out[matrix.input_order[j]] = ordered[j];
   }
 }
 

@@ -25,6 +25,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8  
 from compressed_tensors.quantization import QuantizationConfig  # noqa: E402
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize  # noqa: E402
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp  # noqa: E402
+from compressed_tensors.utils.match import match_name  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -262,4 +263,48 @@ def test_transformers_loads_the_directory(stored, tmp_path, scheme):
     theirs = bits_per_byte(loaded.eval())
     ours = our_bits_per_byte(model.directory, tmp_path, "--weights-only")
     print(f"{scheme}: theirs {theirs:.5f} ours {ours:.5f}")
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+class Mixed(Stored):
+    """tiny-moe by a recipe."""
+
+    def __init__(self, rules, directory):
+        self.directory = directory / "mixed"
+        recipe = {"rules": [{"modules": m, "scheme": s} for m, s in rules.items()], "kv_cache": "fp8_e4m3"}
+        (directory / "recipe.json").write_text(json.dumps(recipe))
+        gatefold("quantize", MODEL, self.directory, "--recipe", directory / "recipe.json")
+        self.quantization = json.loads((self.directory / "config.json").read_text())["quantization_config"]
+        self.tensors = load_file(self.directory / "model.safetensors")
+        subprocess.run([DUMP, str(self.directory), str(directory / "f32")], check=True)
+        self.ours = load_file(directory / "f32" / "model.safetensors")
+
+
+def test_recipe_weights(tmp_path):
+    layers = r"model\.layers\.(0|2)\.mlp\.experts\."
+    mixed = Mixed({layers: "int4_g32", r".*\.experts\.": "mxfp4", r".*\.o_proj": "fp8_block", ".*": "fp8_channel"}, tmp_path)
+    config = QuantizationConfig.model_validate(mixed.quantization)
+    formats = set()
+    for key, ours in mixed.ours.items():
+        layer, expert, projection = key.split(".")
+        module = f"model.layers.{layer}.mlp.experts.{expert}.{PROJECTIONS[projection]}"
+        (group,) = (g for g in config.config_groups.values() if any(match_name(module, t) for t in g.targets))
+        formats.add(group.format)
+        assert_same_bits(decompress_f32(mixed.module(key), group), ours, key)
+    assert formats == {"pack-quantized", "mxfp4-pack-quantized"}
+
+
+def test_transformers_loads_a_recipe(tmp_path):
+    """Experts of one scheme; it would read those of all layers as the first group that it finds."""
+    mixed = Mixed({r".*\.experts\.": "mxfp4", ".*": "fp8_channel"}, tmp_path)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        mixed.directory, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[problem], problem
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.float()
+    theirs = bits_per_byte(loaded.eval())
+    ours = our_bits_per_byte(mixed.directory, tmp_path, "--weights-only")
+    print(f"theirs {theirs:.5f} ours {ours:.5f}")
     assert ours == pytest.approx(theirs, abs=1e-3)

@@ -1,0 +1,40 @@
+#include "model/calibration_checks.h"
+
+#include <fmt/format.h>
+
+#include "model/eval.h"
+
+namespace gatefold {
+
+Status check_method(const Scheme& scheme, Method method) {
+  if (!scheme.weight.quantized())
+    return {Code::invalid_argument, fmt::format("{} is not quantized: nothing to calibrate", scheme.name)};
+  if (method == Method::smoothquant && !scheme.quantizes_activations())
+    return {
+        Code::invalid_argument,
+        fmt::format("smoothquant balances weights and activations, but {} leaves activations as they are; "
+                    "awq is for such schemes",
+                    scheme.name)};
+  return {};
+}
+
+Status check_calibration(const Checkpoint& source, std::span<const std::int32_t> tokens,
+                         const CalibrateOptions& options) {
+  if (options.min_samples < 0 || options.threads < 0 || !(options.damping >= 0))
+    return {Code::invalid_argument, fmt::format("min_samples {}, threads {}, damping {}", options.min_samples,
+                                                options.threads, options.damping)};
+  if (options.method != Method::gptq && options.device.kind == Device::Kind::cuda)
+    return {Code::invalid_argument,
+            fmt::format("{} runs on the CPU; gptq runs on a GPU, too", name(options.method))};
+  if (Status status = check_windows(tokens, options.window); !status.ok()) return status;
+  const int vocab = source.config().vocab;
+  for (std::size_t i = 0; i < tokens.size(); ++i)
+    if (tokens[i] < 0 || tokens[i] >= vocab)
+      return {Code::invalid_argument, fmt::format("token {} is {}: not in [0, {})", i, tokens[i], vocab)};
+  const auto stored = source.stored_scheme();
+  if (stored && !scheme(*stored).weight.quantized()) return {};
+  return {Code::invalid_argument,
+          fmt::format("{}: its experts are quantized already", source.directory().string())};
+}
+
+}  // namespace gatefold

@@ -1,0 +1,213 @@
+// Keys and values as e4m3: what attention makes of them, and checkpoints that ask for it.
+#include <random>
+
+#include "gatefold/calibrate.h"
+#include "gatefold/codec.h"
+#include "model/attention.h"
+#include "model/softmax.h"
+#include "model_files.h"
+
+namespace gatefold {
+namespace {
+
+Recipe fp8_cache() {
+  return {.name = "kv.json", .rules = {}, .fp8_kv_cache = true, .comment = {}};
+}
+
+/// Rows as a cache holds them, by the rule, one number at a time.
+struct Codes {
+  std::vector<std::byte> codes;
+  std::vector<float> values;
+
+  Codes(const std::vector<float>& x, float scale) {
+    for (const float value : x) {
+      const std::uint32_t code = encode<formats::e4m3>(value / scale);
+      codes.push_back(static_cast<std::byte>(code));
+      values.push_back(decode<formats::e4m3>(code) * scale);
+    }
+  }
+};
+
+TEST(KvCache, AttentionReadsCodes) {
+  const AttentionShape shape{.heads = 6, .kv_heads = 2, .head_dim = 24, .sliding_window = 90};
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  const std::int64_t positions = 2 * key_block, width = shape.kv_heads * shape.head_dim;
+  std::vector<float> queries(positions * shape.heads * shape.head_dim), keys(positions * width),
+      values(positions * width);
+  for (auto* vector : {&queries, &keys, &values})
+    for (float& x : *vector) x = 3 * normal(random);
+  const Codes k(keys, 0.01f), v(values, 0.5f);
+  std::vector<float> expected(queries.size()), out(queries.size());
+  attention(shape, {queries.data(), {.values = k.values.data()}, {.values = v.values.data()}, 0, positions},
+            expected.data(), 2);
+  attention(shape,
+            {queries.data(),
+             {.codes = k.codes.data(), .scale = 0.01f},
+             {.codes = v.codes.data(), .scale = 0.5f},
+             0,
+             positions},
+            out.data(), 2);
+  EXPECT_LT(relative_l2(out, expected), 1e-6);
+}
+
+class Fp8Model : public testing::Test {
+ protected:
+  const std::vector<std::int32_t> ids_ = [] {
+    const std::string text = read_file(tiny_moe + "/valid.txt").substr(0, 2048);
+    return *text_tokens(open_checkpoint(tiny_moe), text);
+  }();
+
+  std::vector<float> logits(const Decoder& decoder, std::initializer_list<std::size_t> pieces) {
+    Sequence sequence = decoder.new_sequence();
+    std::vector<float> all;
+    std::size_t at = 0;
+    for (int round = 0; round < 2; ++round) {  // the second with the memory of the first
+      sequence.clear();
+      all.clear();
+      at = 0;
+      for (const std::size_t count : pieces) {
+        std::vector<float> piece(count * 256);
+        const Status status = decoder.forward(std::span(ids_).subspan(at, count), sequence, piece);
+        EXPECT_TRUE(status.ok()) << status.message();
+        all.insert(all.end(), piece.begin(), piece.end());
+        at += count;
+      }
+    }
+    return all;
+  }
+
+  double loss(const Decoder& decoder) { return evaluate(decoder, ids_)->nats_per_token; }
+
+  TemporaryDirectory folder_;
+};
+
+TEST_F(Fp8Model, SameBitsForEverySplit) {
+  const std::vector<float> whole =
+      logits(load_decoder(tiny_moe, {.recipe = fp8_cache(), .threads = 1}), {150});
+  for (const int max_tokens : {7, 512}) {
+    const Decoder decoder =
+        load_decoder(tiny_moe, {.recipe = fp8_cache(), .threads = 2, .max_tokens = max_tokens});
+    EXPECT_EQ(logits(decoder, {150}), whole);
+    EXPECT_EQ(logits(decoder, {60, 1, 1, 30, 58}), whole);
+  }
+  EXPECT_NE(logits(load_decoder(tiny_moe), {150}), whole);
+}
+
+// The first layer's cache: keys and values are those of the unquantized model, and its output is what
+// attention makes of them after rounding; seen as the input of the first MoE layer.
+TEST_F(Fp8Model, RoundsByTheRule) {
+  std::vector<float> keys, values, plain, rounded;
+  const auto run = [&](const Decoder& decoder, std::vector<float>& input) {
+    ForwardHooks hooks;
+    hooks.kv = [&](int layer, const MatrixView& k, const MatrixView& v) {
+      const auto* kd = static_cast<const float*>(k.data);
+      const auto* vd = static_cast<const float*>(v.data);
+      if (layer != 0) return;
+      keys.assign(kd, kd + k.rows * k.cols);
+      values.assign(vd, vd + v.rows * v.cols);
+    };
+    hooks.moe = [&](int layer, std::int64_t, const MatrixView& x, const MatrixView&) {
+      const auto* data = static_cast<const float*>(x.data);
+      if (layer == 0) input.assign(data, data + x.rows * x.cols);
+    };
+    Sequence sequence = decoder.new_sequence();
+    ASSERT_TRUE(decoder.forward(std::span(ids_).first(100), sequence, hooks).ok());
+  };
+  run(load_decoder(tiny_moe), plain);
+  const std::vector<float> exact_keys = keys, exact_values = values;
+  run(load_decoder(tiny_moe, {.recipe = fp8_cache()}), rounded);
+  EXPECT_EQ(keys, exact_keys);
+  EXPECT_EQ(values, exact_values);
+  const double difference = relative_l2(rounded, plain);
+  EXPECT_GT(difference, 1e-4);
+  EXPECT_LT(difference, 0.05);
+}
+
+TEST_F(Fp8Model, LosesLittle) {
+  const double exact = loss(load_decoder(tiny_moe));
+  const double rounded = loss(load_decoder(tiny_moe, {.recipe = fp8_cache()}));
+  EXPECT_NE(rounded, exact);
+  EXPECT_NEAR(rounded, exact, 0.01);
+}
+
+TEST_F(Fp8Model, ScalesAreThoseOfTheText) {
+  const Checkpoint source = open_checkpoint(tiny_moe);
+  const auto scales = search_kv_scales(source, std::span(ids_).first(512), 256);
+  ASSERT_TRUE(scales) << scales.status().message();
+  ASSERT_EQ(scales->size(), 4u);
+  float largest = 0;
+  ForwardHooks hooks;
+  hooks.kv = [&](int layer, const MatrixView& k, const MatrixView&) {
+    const auto* data = static_cast<const float*>(k.data);
+    for (std::int64_t i = 0; layer == 3 && i < k.rows * k.cols; ++i)
+      largest = std::max(largest, std::fabs(data[i]));
+  };
+  const Decoder decoder = load_decoder(tiny_moe);
+  Sequence sequence = decoder.new_sequence();
+  for (const std::size_t at : {0, 256}) {
+    sequence.clear();
+    ASSERT_TRUE(decoder.forward(std::span(ids_).subspan(at, 256), sequence, hooks).ok());
+  }
+  EXPECT_FLOAT_EQ((*scales)[3].key, largest / 448);
+  EXPECT_FALSE(search_kv_scales(source, std::span(ids_).first(100), 256));
+}
+
+TEST_F(Fp8Model, IsWrittenAndReadBack) {
+  ConvertOptions options;
+  options.recipe = fp8_cache();
+  options.recipe->rules = {{".*\\.experts\\.", SchemeId::int8}};
+  const auto scales = search_kv_scales(open_checkpoint(tiny_moe), ids_);
+  options.kv_scales = *scales;
+  ASSERT_TRUE(convert(open_checkpoint(tiny_moe), folder_ / "out", options));
+  const Checkpoint written = open_checkpoint((folder_ / "out").string());
+  ASSERT_TRUE(written.fp8_kv_cache());
+  EXPECT_TRUE(*written.fp8_kv_cache());
+  EXPECT_NE(written.config_text().find("kv_cache_scheme\": {"), std::string::npos);
+  const auto stored =
+      read_tensor<float>(folder_ / "out" / "model.safetensors", "model.layers.2.self_attn.v_scale");
+  EXPECT_EQ(stored, std::vector<float>{(*scales)[2].value});
+
+  const double exact = loss(load_decoder(tiny_moe, {.scheme = SchemeId::int8}));
+  const double fp8 = loss(load_decoder((folder_ / "out").string()));
+  EXPECT_NE(fp8, exact);
+  EXPECT_NEAR(fp8, exact, 0.01);
+  // With other scales it computes something else.
+  EXPECT_NE(fp8, loss(load_decoder(tiny_moe, {.recipe = options.recipe})));
+
+  const auto gptq = rewrite(written, folder_ / "gptq", {.to = "gptq"});
+  ASSERT_FALSE(gptq);
+  EXPECT_NE(gptq.status().message().find("kv_cache_scheme"), std::string::npos) << gptq.status().message();
+  ASSERT_TRUE(rewrite(written, folder_ / "same", {.to = "compressed-tensors"}));
+  EXPECT_TRUE(*open_checkpoint((folder_ / "same").string()).fp8_kv_cache());
+}
+
+TEST_F(Fp8Model, WhatIsRefused) {
+  ConvertOptions options;
+  options.recipe = fp8_cache();
+  ASSERT_TRUE(convert(open_checkpoint(tiny_moe), folder_ / "out", options));
+  const auto error = [&](const std::string& file, const std::string& from, const std::string& to) {
+    const TemporaryDirectory changed;
+    for (const char* name : {"config.json", "model.safetensors"})
+      changed.copy(folder_ / "out" / name, file == name ? from : "", file == name ? to : "");
+    const auto decoder = Decoder::load(open_checkpoint(changed.string()));  // it opens all the same
+    EXPECT_FALSE(decoder);
+    return decoder.status().message();
+  };
+  EXPECT_NE(
+      error("config.json", "\"strategy\": \"tensor\"", "\"strategy\": \"channel\"").find("kv_cache_scheme"),
+      std::string::npos);
+  EXPECT_NE(error("config.json", "\"type\": \"float\"", "\"type\": \"int\"").find("kv_cache_scheme"),
+            std::string::npos);
+  options.kv_scales = {{1, 1}, {1, 1}, {1, -1}, {1, 1}};
+  ASSERT_TRUE(convert(open_checkpoint(tiny_moe), folder_ / "negative", options));
+  const auto negative = Decoder::load(open_checkpoint((folder_ / "negative").string()));
+  ASSERT_FALSE(negative);
+  EXPECT_NE(negative.status().message().find("layers.2.self_attn.v_scale is -1"), std::string::npos)
+      << negative.status().message();
+  options.kv_scales.resize(3);
+  EXPECT_FALSE(convert(open_checkpoint(tiny_moe), folder_ / "x", options));
+}
+
+}  // namespace
+}  // namespace gatefold
