@@ -5,7 +5,7 @@ import sys
 import unittest
 
 SOURCE = pathlib.Path(sys.argv[1])
-FILES = [p for d in ("include", "src", "tools", "tests", "examples", "benchmarks")
+FILES = [p for d in ("include", "src", "tools", "tests", "examples", "benchmarks", "python")
          for p in (SOURCE / d).rglob("*") if p.suffix in (".h", ".cpp", ".def", ".cu", ".cuh")]
 
 # Each layer may include itself, the public headers, and these.

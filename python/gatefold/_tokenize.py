@@ -1,0 +1,50 @@
+"""gatefold tokenize: text to token ids and back, by a model's tokenizer.json."""
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(prog="gatefold tokenize", description=(
+        "Writes the token ids of a text, for gatefold eval, generate and quantize --calibration, or the text of token "
+        "ids. Needs the package tokenizers."))
+    parser.add_argument("DIR", type=pathlib.Path, help="checkpoint directory with a tokenizer.json")
+    parser.add_argument("FILE", type=pathlib.Path, help="UTF-8 text; with --decode token ids (.npy)")
+    parser.add_argument("-o", "--output", type=pathlib.Path, required=True, help="ids (.npy); with --decode text")
+    parser.add_argument("--decode", action="store_true", help="from ids to text")
+    parser.add_argument("--special", action="store_true", help="add the tokens that begin and end a text")
+    options = parser.parse_args(arguments)
+    try:
+        convert(options)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"gatefold: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def convert(options):
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ImportError("tokenize needs the package tokenizers: pip install tokenizers") from None
+    file = options.DIR / "tokenizer.json"
+    if not file.is_file():
+        raise OSError(f"{file}: no such file")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{file}: {error}") from None
+    if options.decode:
+        ids = np.load(options.FILE, allow_pickle=False)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{options.FILE}: is {ids.dtype} {list(ids.shape)}, expected a vector of integers")
+        options.output.write_text(tokenizer.decode(ids.tolist()), encoding="utf-8")
+        return
+    text = options.FILE.read_text(encoding="utf-8")
+    ids = tokenizer.encode(text, add_special_tokens=options.special).ids
+    temporary = options.output.with_name(options.output.name + ".part")
+    with open(temporary, "wb") as out:
+        np.save(out, np.array(ids, np.int32))
+    temporary.replace(options.output)

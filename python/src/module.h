@@ -1,0 +1,31 @@
+#pragma once
+/// \file
+/// The parts of the module; each adds its classes and functions.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "errors.h"
+#include "gatefold/moe.h"
+
+namespace gatefold::python {
+
+void add_schemes(nanobind::module_& m);   // schemes, Scheme
+void add_quantize(nanobind::module_& m);  // QuantizedMatrix, quantize, quantize_activation, scaled_mm, ...
+void add_experts(nanobind::module_& m);   // MoeSpec and its parts, ExpertWeights, pack, load_experts, MoePlan
+void add_checkpoints(nanobind::module_& m);  // quantize_checkpoint
+void add_torch(nanobind::module_& m);        // what gatefold.torch needs
+
+/// By name; throws InvalidArgument with the names there are.
+SchemeId to_scheme(const std::string& name);
+Device to_device(const std::string& text);
+Precision to_precision(const std::string& name);
+/// Lets Ctrl-C and other signals through; throws what their handlers raise. Needs the GIL.
+inline void check_signals() {
+  if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+}
+
+}  // namespace gatefold::python

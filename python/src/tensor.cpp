@@ -1,0 +1,171 @@
+#include "tensor.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstring>
+
+#include "errors.h"
+
+namespace nb = nanobind;
+
+namespace gatefold::python {
+namespace {
+
+std::optional<DType> find_dtype(nb::dlpack::dtype type) {
+  using Dl = nb::dlpack::dtype_code;
+  struct Entry {
+    Dl code;
+    int bits;
+    DType dtype;
+  };
+  constexpr Entry all[] = {
+      {Dl::Float, 32, DType::f32},
+      {Dl::Float, 16, DType::f16},
+      {Dl::Float, 64, DType::f64},
+      {Dl::Bfloat, 16, DType::bf16},
+      {Dl::Int, 32, DType::i32},
+      {Dl::Int, 64, DType::i64},
+      {Dl::Int, 16, DType::i16},
+      {Dl::Int, 8, DType::i8},
+      {Dl::UInt, 8, DType::u8},
+      {Dl::UInt, 16, DType::u16},
+      {Dl::UInt, 32, DType::u32},
+      {Dl::UInt, 64, DType::u64},
+      {Dl::Bool, 8, DType::boolean},
+      {Dl::Float8_E4M3FN, 8, DType::f8_e4m3},
+      {Dl::Float8_E5M2, 8, DType::f8_e5m2},
+      {Dl::Float8_E8M0FNU, 8, DType::f8_e8m0},
+  };
+  for (const Entry& entry : all)
+    if (static_cast<int>(entry.code) == type.code && entry.bits == type.bits && type.lanes == 1)
+      return entry.dtype;
+  return std::nullopt;
+}
+
+std::string type_of(nb::handle object) {
+  return nb::repr(object.type()).c_str();
+}
+
+}  // namespace
+
+Tensor::Tensor(nb::handle object, const char* name, bool writable) : name_(name) {
+  bool imported = nb::try_cast(object, array_, false);
+  if (imported && writable) {
+    nb::ndarray<> probe;
+    if (!nb::try_cast(object, probe, false)) invalid(fmt::format("{} is read-only", name));
+  }
+  if (!imported) {
+    if (nb::hasattr(object, "requires_grad") && nb::cast<bool>(object.attr("requires_grad")))
+      invalid(
+          fmt::format("{} requires a gradient, but this is inference only: pass {}.detach()", name, name));
+    throw nb::type_error(
+        fmt::format("{} is a {}, expected a tensor (DLPack or buffer protocol)", name, type_of(object))
+            .c_str());
+  }
+  const auto dtype = find_dtype(array_.dtype());
+  if (!dtype)
+    invalid(fmt::format("{} has a type that is not known here (DLPack code {}, {} bits)", name,
+                        array_.dtype().code, array_.dtype().bits));
+  dtype_ = *dtype;
+  if (array_.device_type() == nb::device::cuda::value)
+    device_ = Device::cuda(array_.device_id());
+  else if (array_.device_type() != nb::device::cpu::value &&
+           array_.device_type() != nb::device::cuda_host::value)
+    invalid(fmt::format("{} is on a device of DLPack type {}, expected a CPU or CUDA", name,
+                        array_.device_type()));
+  for (std::size_t i = 0; i < array_.ndim(); ++i) {
+    shape_.push_back(static_cast<std::int64_t>(array_.shape(i)));
+    strides_.push_back(array_.stride(i));
+  }
+  data_ = static_cast<std::byte*>(const_cast<void*>(array_.data()));
+}
+
+bool Tensor::contiguous() const {
+  std::int64_t expected = 1;
+  for (const std::int64_t size : shape_)
+    if (size == 0) return true;
+  for (std::size_t i = shape_.size(); i-- > 0;) {
+    if (shape_[i] != 1 && strides_[i] != expected) return false;
+    expected *= shape_[i];
+  }
+  return true;
+}
+
+std::string Tensor::shape_text() const {
+  return fmt::format("[{}]", fmt::join(shape_, ", "));
+}
+
+void Tensor::wrong(const std::string& expected) const {
+  invalid(fmt::format("{} is {} {}, expected {}", name_, gatefold::name(dtype_), shape_text(), expected));
+}
+
+void Tensor::expect_shape(std::initializer_list<std::int64_t> shape, const char* meaning) const {
+  bool same = shape.size() == rank();
+  for (std::size_t i = 0; same && i < rank(); ++i)
+    same = shape.begin()[i] == -1 || shape.begin()[i] == shape_[i];
+  if (!same) wrong(fmt::format("{} = [{}] (-1: any)", meaning, fmt::join(shape, ", ")));
+}
+
+void Tensor::expect_contiguous() const {
+  if (!contiguous())
+    invalid(fmt::format("{} {} has strides [{}], expected a contiguous tensor", name_, shape_text(),
+                        fmt::join(strides_, ", ")));
+}
+
+void Tensor::expect_float() const {
+  if (dtype_ != DType::f32 && dtype_ != DType::f16 && dtype_ != DType::bf16) wrong("F32, F16 or BF16");
+}
+
+void Tensor::expect_device(const Device& device) const {
+  const auto text = [](const Device& d) {
+    return d.kind == Device::Kind::cpu ? std::string("the CPU") : fmt::format("GPU {}", d.index);
+  };
+  if (!(device_ == device))
+    invalid(fmt::format("{} is on {}, expected {}", name_, text(device_), text(device)));
+}
+
+MatrixView Tensor::matrix() const {
+  expect_shape({-1, -1}, "[rows, columns]");
+  expect_float();
+  expect_contiguous();
+  return {data_, dtype_, shape_[0], shape_[1]};
+}
+
+StridedMatrix::StridedMatrix(const Tensor& stack, std::int64_t index, std::int64_t first, std::int64_t rows,
+                             std::int64_t step, bool transposed)
+    : dtype_(stack.dtype()), device_(stack.device()), rows_(rows) {
+  const std::size_t n = transposed ? 2 : 1, k = transposed ? 1 : 2;
+  cols_ = stack.size(k);
+  col_stride_ = stack.stride(k);
+  row_stride_ = stack.stride(n) * step;
+  data_ = stack.data() + (index * stack.stride(0) + first * stack.stride(n)) * (bits(dtype_) / 8);
+}
+
+MatrixView StridedMatrix::view(std::vector<std::byte>& copy) const {
+  const bool contiguous = col_stride_ == 1 && (row_stride_ == cols_ || rows_ == 1);
+  const std::int64_t each = bits(dtype_) / 8;
+  if (contiguous && device_.kind == Device::Kind::cpu) return {data_, dtype_, rows_, cols_};
+
+  const bool by_rows = col_stride_ == 1;
+  const std::byte* from = data_;
+  std::vector<std::byte> host;
+  if (device_.kind == Device::Kind::cuda) {  // all that lies between the first element and the last
+    host.resize(static_cast<std::size_t>(((rows_ - 1) * row_stride_ + (cols_ - 1) * col_stride_ + 1) * each));
+    check(cuda::copy(host.data(), data_, host.size()));
+    from = host.data();
+  }
+  copy.resize(static_cast<std::size_t>(rows_ * cols_ * each));
+  for (std::int64_t r = 0; r < rows_; ++r) {
+    std::byte* out = copy.data() + r * cols_ * each;
+    const std::byte* row = from + r * row_stride_ * each;
+    if (by_rows)
+      std::memcpy(out, row, static_cast<std::size_t>(cols_ * each));
+    else
+      for (std::int64_t c = 0; c < cols_; ++c)
+        std::memcpy(out + c * each, row + c * col_stride_ * each, static_cast<std::size_t>(each));
+  }
+  return {copy.data(), dtype_, rows_, cols_};
+}
+
+}  // namespace gatefold::python
