@@ -385,7 +385,8 @@ void add_weights(nb::module_& m) {
                      return std::vector<std::string>(l.weights().warnings().begin(),
                                                      l.weights().warnings().end());
                    })
-      .def("describe", [](const Layer& l) { return l.weights().describe(); });
+      .def("describe", [](const Layer& l) { return l.weights().describe(); })
+      .def("__deepcopy__", [](std::shared_ptr<Layer> l, nb::handle) { return l; });  // immutable
 
   m.def(
       "pack",

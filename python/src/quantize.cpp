@@ -114,6 +114,23 @@ void add_matrix(nb::module_& m) {
       .def("dequantize", &dequantized, "W as a new float32 array [n, k].");
 
   m.def(
+      "_matrix_parts",
+      [](const std::string& name, std::int64_t n, std::int64_t k) {
+        const SchemeId id = to_scheme(name);
+        check(check_shape(id, n, k));
+        const QuantizedLayout layout = quantized_layout(scheme(id).weight, scheme(id).weight.scale, n, k);
+        const auto rows = static_cast<std::size_t>(std::max<std::int64_t>(1, layout.scale_rows));
+        nb::dict parts;
+        parts["values"] = nb::make_tuple(n, layout.row_bytes);
+        if (layout.scale_bytes != 0)
+          parts["scales"] = nb::make_tuple(layout.scale_rows, layout.scale_bytes / rows);
+        if (layout.zero_bytes != 0)
+          parts["zero_points"] = nb::make_tuple(layout.scale_rows, layout.zero_bytes / rows);
+        if (scheme(id).weight.tensor_scale.stored()) parts["tensor_scales"] = nb::make_tuple(2);
+        return parts;
+      },
+      "For gatefold.torch: the shapes of a matrix's parts in bytes; of those that the scheme has.");
+  m.def(
       "quantize",
       [](nb::object weights_object, const std::string& scheme, bool scale_search, bool allow_nonfinite) {
         const Tensor weights(weights_object, "weights");

@@ -327,11 +327,13 @@ void add_torch(nb::module_& m) {
         "For gatefold.torch: gives torch the kernels of the operators that it has defined.");
   m.def(
       "_activation_row",
-      [](const std::string& scheme, std::int64_t k) {
-        const ActivationRow row = value(activation_row(to_scheme(scheme), k));
-        return std::pair(row.value_bytes, row.scale_bytes);
+      [](const std::string& name, std::int64_t k) {
+        const ActivationRow row = value(activation_row(to_scheme(name), k));
+        return nb::make_tuple(row.value_bytes, row.scale_bytes,
+                              scheme(to_scheme(name)).activation.tensor_scale.stored());
       },
-      "For gatefold.torch: bytes of values and of scales in a row of k activations.");
+      "For gatefold.torch: bytes of values and of scales in a row of k activations; whether it has a token "
+      "scale.");
 }
 
 }  // namespace gatefold::python

@@ -20,7 +20,7 @@ def weights(seed=0, dtype=np.float32):
 def inputs(tokens, seed=1):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(tokens, HIDDEN)).astype(np.float32)
-    ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)]).astype(np.int32).reshape(-1, TOP_K)
+    ids = np.array([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)], np.int32).reshape(-1, TOP_K)
     return x, ids, rng.random((tokens, TOP_K)).astype(np.float32)
 
 
