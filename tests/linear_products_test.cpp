@@ -72,7 +72,9 @@ TEST(Linear, EverySchemeAgainstTheOracle) {
       const std::vector<float> of_groups = y;
       ASSERT_EQ(scaled_mm(*quantized, *w, out).message(), "");
       expect_near(y, expected, "scaled_mm");
-      if (!row.activation.tensor_scale.stored()) EXPECT_EQ(y, of_groups);
+      if (!row.activation.tensor_scale.stored()) {
+        EXPECT_EQ(y, of_groups);
+      }
     }
   }
 }

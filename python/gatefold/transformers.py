@@ -191,7 +191,7 @@ def _activation(module):
     candidates += [_core.Activation(kind, limit=limit) for kind in ("geglu", "geglu_tanh") for limit in limits]
     half = 64
     with torch.no_grad(), torch.device("cpu"):
-        both = torch.linspace(-12, 12, 2 * half).roll(17).reshape(1, -1)
+        both = torch.linspace(-12, 12, 2 * half, dtype=torch.float32).roll(17).reshape(1, -1)
         expected = module._apply_gate(both)
         gate, up = (both[:, :half], both[:, half:]) if module.is_concatenated else (both[:, 0::2], both[:, 1::2])
         for activation in candidates:

@@ -123,6 +123,7 @@ void add_spec(nb::module_& m) {
       .def_prop_ro(
           "shared_intermediate", [](const MoeSpec& s) { return s.shared.intermediate; },
           "Width of the shared expert; 0: there is none.")
+      .def("__deepcopy__", [](const MoeSpec& s, nb::handle) { return s; })
       .def_prop_ro("act_dtype", [](const MoeSpec& s) { return act_dtypes.of(s.act_dtype); });
 }
 

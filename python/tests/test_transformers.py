@@ -57,6 +57,13 @@ def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
+def expect_same_bits(a, b):
+    """Of all weights; torch's own sums depend on where in memory these lie."""
+    assert a.state_dict().keys() == b.state_dict().keys()
+    assert all(torch.equal(tensor, b.state_dict()[name]) for name, tensor in a.state_dict().items())
+    assert relative(logits(a), logits(b)) <= 1e-6
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
     model = tiny(family)
@@ -76,18 +83,17 @@ def test_quantized_families(family, tmp_path):
     model = tiny(family)
     expected = logits(model)
     gt.quantize_(model, "int8")
-    quantized = logits(model)
-    assert 0 < relative(quantized, expected) <= 0.05
+    assert 0 < relative(logits(model), expected) <= 0.05
     assert model.generate(IDS, max_new_tokens=4, do_sample=False).shape == (1, 15)
 
     source, target = tmp_path / "source", tmp_path / "quantized"
     tiny(family).save_pretrained(source)
     load = transformers.AutoModelForCausalLM.from_pretrained
     on_load = load(source, quantization_config=gt.GatefoldConfig("int8"), dtype=torch.float32)
-    assert torch.equal(logits(on_load), quantized)
+    expect_same_bits(on_load, model)
     on_load.save_pretrained(target)
     again = load(target, dtype=torch.float32)
-    assert torch.equal(logits(again), quantized)
+    expect_same_bits(again, model)
     assert again.config.quantization_config.scheme == "int8"
 
 
@@ -97,7 +103,7 @@ def test_saved_bits_of_other_layouts(scheme, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(tmp_path / "source", quantization_config=gt.GatefoldConfig(scheme), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "quantized")
-    assert torch.equal(logits(load(tmp_path / "quantized", dtype=torch.bfloat16)), logits(model))
+    expect_same_bits(load(tmp_path / "quantized", dtype=torch.bfloat16), model)
 
 
 def test_weights_that_change_are_packed_again():
@@ -142,14 +148,15 @@ def test_checkpoints_of_gatefold_load(tmp_path):
 
 def bits_per_byte(model, text):
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model(text[None]).logits[0, :-1].float(), text[1:])
-    return loss.item() / np.log(2)
+        logits = torch.cat([model(window[None]).logits[0, :-1].float() for window in text])
+    return torch.nn.functional.cross_entropy(logits, text[:, 1:].flatten()).item() / np.log(2)
 
 
 def test_loss_of_a_trained_model():
     """bf16: the loss of eager within 0.0005 bits per byte."""
-    text = torch.tensor(list(open(TINY + "/valid.txt", "rb").read(2048)))
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16, experts_implementation="eager")
+    text = torch.tensor(list(open(TINY + "/valid.txt", "rb").read(16384))).reshape(-1, 512)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(TINY, dtype=torch.bfloat16, experts_implementation="eager")
     eager = bits_per_byte(model, text)
     model.set_experts_implementation("gatefold")
     assert abs(bits_per_byte(model, text) - eager) <= 0.0005

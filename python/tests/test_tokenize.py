@@ -1,0 +1,59 @@
+"""python -m gatefold tokenize, and the rest of the command line."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from common import TINY
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+
+def gatefold(*arguments):
+    return subprocess.run([sys.executable, "-m", "gatefold", *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A byte-level tokenizer whose ids are those of tiny-moe: bytes."""
+    characters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    table = {}
+    for byte in range(256):
+        text = bytes([byte]).decode("latin-1")
+        printable = text if text in characters and (33 <= byte <= 126 or byte >= 161) and byte != 173 else None
+        table[byte] = printable
+    rest = iter(range(256, 512))
+    vocabulary = {text or chr(next(rest)): byte for byte, text in table.items()}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_ids_and_back(model):
+    text = open(TINY + "/valid.txt", encoding="utf-8").read(4000)
+    (model / "text").write_text(text, encoding="utf-8")
+    ids, back = model / "ids.npy", model / "back"
+    assert gatefold("tokenize", model, model / "text", "-o", ids).returncode == 0
+    assert np.load(ids).dtype == np.int32 and bytes(np.load(ids).tolist()).decode() == text
+    assert gatefold("tokenize", model, ids, "-o", back, "--decode").returncode == 0
+    assert back.read_text(encoding="utf-8") == text
+    done = gatefold("eval", TINY, "--tokens", ids, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] > 0
+
+
+def test_bad_input(model):
+    (model / "text").write_text("a")
+    for arguments, message in [
+        (("tokenize", model / "none", model / "text", "-o", model / "x.npy"), "none/tokenizer.json: no such file"),
+        (("tokenize", model, model / "none", "-o", model / "x.npy"), "No such file"),
+        (("tokenize", model, model / "tokenizer.json", "-o", model / "x", "--decode"), "gatefold: "),
+        (("tokenize", TINY, model / "text", "-o", model / "x.npy"), "tokenizer.json"),
+    ]:
+        done = gatefold(*arguments)
+        assert done.returncode == 1 and message in done.stderr
+    assert not (model / "x.npy").exists()
