@@ -260,6 +260,12 @@ cuda::Stream current_stream(nb::handle tensor, const Device& device) {
   return reinterpret_cast<cuda::Stream>(nb::cast<std::uintptr_t>(stream));
 }
 
+/// Where tensors without elements point to: a null pointer would say that there is no tensor.
+constexpr struct {
+  float value = 0;
+  std::int32_t id = 0;
+} nothing;
+
 /// A plan with the experts that it runs.
 class Plan {
  public:
@@ -329,6 +335,7 @@ class Plan {
     tensor.expect_float();
     tensor.expect_device(planned_.plan().device());
     tensor.expect_contiguous();
+    if (tensor.data() == nullptr) return &nothing.value;
     if (tensor.dtype() == DType::f32) return reinterpret_cast<const float*>(tensor.data());
     if (tensor.device().kind == Device::Kind::cuda)
       invalid(fmt::format("{} is {}, expected F32 on a GPU", tensor.name(), name(tensor.dtype())));
@@ -337,6 +344,7 @@ class Plan {
   }
 
   const std::int32_t* integers(const Tensor& tensor, std::vector<std::int32_t>& copy) const {
+    if (tensor.data() == nullptr) return &nothing.id;
     if (tensor.dtype() == DType::i32) return reinterpret_cast<const std::int32_t*>(tensor.data());
     if (tensor.dtype() != DType::i64 || tensor.device().kind == Device::Kind::cuda)
       invalid(fmt::format("{} is {}, expected I32{}", tensor.name(), name(tensor.dtype()),

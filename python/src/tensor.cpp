@@ -50,14 +50,22 @@ std::string type_of(nb::handle object) {
 }  // namespace
 
 Tensor::Tensor(nb::handle object, const char* name, bool writable) : name_(name) {
-  if (nb::hasattr(object, "requires_grad") && nb::cast<bool>(object.attr("requires_grad")))
-    invalid(fmt::format("{} requires a gradient, but this is inference only: pass {}.detach()", name, name));
-  if (!nb::try_cast(object, array_, false))
+  nb::object source = nb::borrow(object);
+  const bool torch = nb::hasattr(object, "requires_grad");
+  if (torch) {
+    if (nb::cast<bool>(object.attr("requires_grad")))
+      invalid(
+          fmt::format("{} requires a gradient, but this is inference only: pass {}.detach()", name, name));
+    // Torch's own function takes a third of the time of __dlpack__, and orders no streams.
+    source = nb::module_::import_("torch.utils.dlpack").attr("to_dlpack")(object);
+  }
+  if (!nb::try_cast(source, array_, false))
     throw nb::type_error(
         fmt::format("{} is a {}, expected a tensor (DLPack or buffer protocol)", name, type_of(object))
             .c_str());
   nb::ndarray<> probe;
-  if (writable && !nb::try_cast(object, probe, false)) invalid(fmt::format("{} is read-only", name));
+  if (writable && !torch && !nb::try_cast(object, probe, false))
+    invalid(fmt::format("{} is read-only", name));
   const auto dtype = find_dtype(array_.dtype());
   if (!dtype)
     invalid(fmt::format("{} has a type that is not known here (DLPack code {}, {} bits)", name,

@@ -45,6 +45,11 @@ def test_dlpack_of_every_float(dtype):
     assert torch.equal(y, experts_of(gate_up, down)(x.to(dtype), ids, topk_weights.to(dtype)))
 
 
+def test_no_tokens():
+    plan = gatefold.MoePlan.create(experts().experts)
+    assert plan.run(*tensors(0)).shape == (0, HIDDEN)
+
+
 def experts_of(gate_up, down):
     return Experts.quantize(gate_up, down, "int8", top_k=TOP_K)
 

@@ -1,0 +1,138 @@
+"""What the Python package costs and gains, beside transformers' own experts (needs torch and transformers):
+
+    python benchmarks/python_bench.py [overhead] [model] [layer] [memory]
+
+Ways of doing the same take turns, and each gets its median of many runs: what else the machine does hits all of them.
+"""
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import gatefold
+import gatefold.torch
+import gatefold.transformers
+
+TINY = pathlib.Path(__file__).resolve().parents[1] / "models/tiny-moe"
+
+
+def medians(calls, seconds=6.0, most=2000):
+    """us of each call, in turns."""
+    times = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end and len(next(iter(times.values()))) < most:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) * 1e6 for name, values in times.items()}
+
+
+def table(title, columns, rows):
+    print(f"\n{title}\n\n| | " + " | ".join(map(str, columns)) + " |\n|---|" + "---:|" * len(columns))
+    for name, values in rows.items():
+        print(f"| {name} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
+
+
+def overhead():
+    """A call with no tokens: all that happens before and after the kernel."""
+    weights = [torch.randn(4, 256, 128), torch.randn(4, 128, 128)]
+    module = gatefold.torch.Experts.quantize(*weights, "int4_g128", top_k=2)
+    plan = gatefold.MoePlan.create(module.experts)
+    arrays = np.empty((0, 128), np.float32), np.empty((0, 2), np.int32), np.empty((0, 2), np.float32)
+    tensors = [torch.from_numpy(array) for array in arrays]
+    out = torch.empty_like(tensors[0])
+    op = torch.ops.gatefold.fused_experts
+    times = medians({"plan.run, numpy": lambda: plan.run(*arrays), "plan.run, numpy, out": lambda: plan.run(*arrays, out=arrays[0]),
+                     "plan.run, torch": lambda: plan.run(*tensors), "plan.run, torch, out": lambda: plan.run(*tensors, out=out),
+                     "torch.ops.gatefold.fused_experts": lambda: op(*tensors, module.handle)}, most=20000)
+    table("Overhead of a call, us", ["us"], {name: [value] for name, value in times.items()})
+
+
+def model():
+    """tiny-moe, bf16: one forward pass of so many tokens."""
+    gatefold.transformers.register()
+    models = {}
+    for name in ("eager", "grouped_mm", "gatefold"):
+        models[name] = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16, experts_implementation=name).eval()
+    counts = (1, 16, 512)
+    rows = {name: [] for name in models}
+    for tokens in counts:
+        ids = torch.arange(tokens)[None] % 256
+        with torch.no_grad():
+            for name, value in medians({name: lambda m=m: m(ids, use_cache=False) for name, m in models.items()}).items():
+                rows[name].append(value)
+    table("tiny-moe through transformers, bf16, us a forward pass of so many tokens", counts, rows)
+
+
+def layer():
+    """The experts of a layer of Qwen3-30B-A3B, random weights."""
+    config = Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+    modules = {}
+    config._experts_implementation = "eager"
+    eager = Qwen3MoeExperts(config).to(torch.bfloat16).eval()
+    for parameter in eager.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.requires_grad_(False)
+    modules["eager"] = eager
+    for scheme in ("bf16", "int4_g128", "mxfp4"):
+        modules[f"gatefold {scheme}"] = gatefold.transformers.QuantizedExperts.of(eager, 8, scheme).drop_state()
+    counts = (1, 16, 512)
+    rows = {name: [] for name in modules}
+    for tokens in counts:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(tokens, 2048, generator=generator).bfloat16()
+        weights, ids = torch.rand(tokens, 128, generator=generator).topk(8)
+        weights = (weights / weights.sum(-1, keepdim=True)).bfloat16()
+        with torch.no_grad():
+            for name, value in medians({n: lambda m=m: m(x, ids, weights) for n, m in modules.items()}).items():
+                rows[name].append(value)
+    table("Experts of a Qwen3-30B-A3B layer, bf16 activations, us", counts, rows)
+
+
+def memory():
+    """Most memory while a model is quantized, beyond the model; in a process of its own."""
+    program = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import python_bench; python_bench.peak()"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def resident():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def peak():
+    config = Qwen3MoeConfig(vocab_size=256, hidden_size=1024, moe_intermediate_size=512, intermediate_size=512,
+                            num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, num_experts=64,
+                            num_experts_per_tok=4)
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3MoeForCausalLM(config).eval()
+    one = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters()) / 1e6
+    before, most, done = resident(), [0.0], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            most[0] = max(most[0], resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    gatefold.transformers.quantize_(model, "mxfp4")
+    done.set()
+    watcher.join()
+    print(f"\nquantize_ to mxfp4: {before:.0f} MB before, at most {most[0] - before:+.0f} MB beside them (a layer's experts: "
+          f"{one:.0f} MB), {resident():.0f} MB after")
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or ["overhead", "model", "layer", "memory"]:
+        {"overhead": overhead, "model": model, "layer": layer, "memory": memory}[part]()
