@@ -96,7 +96,8 @@ int run(const Options& o) {
   write_checkpoint(o);
   const auto checkpoint = Checkpoint::open(o.directory.string());
   if (!checkpoint) return fail(checkpoint.status().message());
-  CalibrateOptions options{.scheme = *id};
+  LayerOptions options;
+  options.scheme = *id;
   options.device = o.backend == "cuda" ? Device::cuda() : Device::cpu();
   options.threads = o.threads == 0 ? omp_get_max_threads() : o.threads;
   const std::vector<float> normed = hidden_states(o);
