@@ -12,6 +12,7 @@
 #include "format/row_kernels.h"
 #include "gatefold/moe.h"
 #include "model/blas.h"
+#include "model/gram.h"
 #include "model/smoothing.h"
 #include "quantize/gptq.h"
 #include "quantize/grid.h"
@@ -48,30 +49,6 @@ Floats dequantized(const QuantizedMatrix& matrix) {
 /// One feed-forward network in f32: gate and up [I, H], down [H, I].
 struct Ffn {
   Floats gate, up, down;
-};
-
-/// sum of importance * x x^T
-class Gram {
- public:
-  explicit Gram(std::int64_t k) : k_(k), sum_(static_cast<std::size_t>(k * k)) {}
-  /// Overwrites x [rows, k].
-  void add(float* x, const float* importance, std::int64_t rows) {
-    for (std::int64_t row = 0; row < rows; ++row) {
-      const float root = std::sqrt(importance[row]);
-      for (std::int64_t j = 0; j < k_; ++j) x[row * k_ + j] *= root;
-    }
-    cblas_ssyrk(CblasRowMajor, CblasLower, CblasTrans, static_cast<int>(k_), static_cast<int>(rows), 1.0f, x,
-                static_cast<int>(k_), 1.0f, sum_.data(), static_cast<int>(k_));
-  }
-  Floats finish() && {
-    for (std::int64_t i = 0; i < k_; ++i)
-      for (std::int64_t j = 0; j < i; ++j) sum_[j * k_ + i] = sum_[i * k_ + j];
-    return std::move(sum_);
-  }
-
- private:
-  std::int64_t k_;
-  Floats sum_;
 };
 
 class Layer {
