@@ -81,8 +81,8 @@ Result<std::vector<KvScales>> search_kv_scales(const Checkpoint& checkpoint,
 /// CPU's: these states and at most 4 experts.
 ///
 /// Errors: convert's, resolve's and Decoder::load's, cuda_layer_quantizer's, fewer tokens than a window, a
-/// token outside the vocabulary, a method that has nothing to do in the scheme of a layer, one that scales the
-/// inputs of a shared expert that a recipe quantizes (awq and smoothquant), layers of another run.
+/// token outside the vocabulary, a method that has nothing to do in the scheme of a layer, one that scales
+/// the inputs of a shared expert that a recipe quantizes (awq and smoothquant), layers of another run.
 Result<CalibrateReport> calibrate(const Checkpoint& source, const std::filesystem::path& destination,
                                   std::span<const std::int32_t> tokens, const CalibrateOptions& options);
 
