@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "checkpoint/convention.h"
@@ -44,7 +45,9 @@ nlohmann::ordered_json config(const Scheme& scheme, const std::vector<std::strin
 struct LayerKind {
   SchemeId scheme = SchemeId::bf16;
   bool static_input = false;
-  friend auto operator<=>(const LayerKind&, const LayerKind&) = default;
+  friend bool operator<(const LayerKind& a, const LayerKind& b) {
+    return std::tie(a.scheme, a.static_input) < std::tie(b.scheme, b.static_input);
+  }
 };
 /// What names the layers of each kind: names, or patterns that begin with "re:".
 using Targets = std::map<LayerKind, std::vector<std::string>>;
