@@ -110,6 +110,18 @@ __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
 }
 
+/// Columns k .. k + 7 of a row: where they are permuted, the pairs of a lane's share of a block (packed.h).
+__device__ __forceinline__ void store(const InputArgs& args, std::uint16_t* row, std::int64_t k,
+                                      const std::uint32_t (&words)[kPerThread / 2]) {
+  if (args.order == ColumnOrder::plain) {
+    *reinterpret_cast<uint4*>(row + k) = {words[0], words[1], words[2], words[3]};
+    return;
+  }
+  const PackedFormat p{.folded = args.order == ColumnOrder::permuted_folded};
+  auto* first = reinterpret_cast<std::uint32_t*>(row + p.position(static_cast<int>(k)));
+  for (int pair = 0; pair < kPerThread / 2; ++pair) first[4 * pair] = words[pair];
+}
+
 /// Blocks of a cluster have a row, and take its pieces in turn.
 template <class Activation>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
@@ -152,8 +164,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
     std::uint32_t words[kPerThread / 2];
     encode_inputs<Activation>(x, factors, words);
     if (k < args.stride) {
-      *reinterpret_cast<uint4*>(args.rows + row.row * args.stride + k) = {words[0], words[1], words[2],
-                                                                          words[3]};
+      store(args, args.rows + row.row * args.stride, k, words);
       if (with_record_scales && k % kRecordColumns == 0)
         args.record_scales[(row.row * args.stride + k) / kRecordColumns] = factors.record;
     }

@@ -13,6 +13,9 @@
 
 namespace gatefold::cuda {
 
+/// The order of columns within 128: as they are, or that of PackedFormat::position.
+enum class ColumnOrder : std::uint8_t { plain, permuted, permuted_folded };
+
 struct InputArgs {
   Operand activation;        ///< what rows are rounded to (effective_activation)
   MatrixView x;              ///< [.., k]; rows: of the result
@@ -27,6 +30,7 @@ struct InputArgs {
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;
+  ColumnOrder order = ColumnOrder::plain;
   float* row_scales = nullptr;     ///< [rows], if has_row_scales
   float* record_scales = nullptr;  ///< [rows, stride / kRecordColumns], if has_record_scales
 };

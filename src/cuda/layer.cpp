@@ -20,6 +20,9 @@ struct Buffer {
   T* at(std::byte* base) const { return reinterpret_cast<T*>(base + offset); }
 };
 
+/// Tokens of an expert up to which warps multiply by themselves (moe_gemm.cuh).
+constexpr int kMostOfWarps = 16;
+
 constexpr std::int64_t padded(std::int64_t k) {
   return (k + kRecordColumns - 1) / kRecordColumns * kRecordColumns;
 }
@@ -124,7 +127,7 @@ class LayerRun {
   Status run() {
     const bool per_slot = b_.may_be_static && state_.static_input_scales;
     const GemmRouting by_gate_up = route(per_slot);
-    const GemmKernel gate_up = find(b_.routed, weights_.gate_up), down = find(b_.routed, weights_.down);
+    const auto [gate_up, down] = find(b_.routed, weights_.gate_up, weights_.down);
     if (!few()) launched(cut_items(gate_up), "cut tokens into items");
 
     GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up));
@@ -132,12 +135,13 @@ class LayerRun {
     first.bias = weights_.gate_bias;
     first.up_bias = weights_.up_bias;
     if (!per_slot) first.inputs.slots_of_row = spec_.top_k;
-    if (takes_hidden_states(b_.routed.in)) {
+    if (!gate_up.permuted && takes_hidden_states(b_.routed.in)) {
       first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
       // The kernel before may have written the logits, the ids or the items.
       first.routed_early = false;
     } else {
       InputArgs in = rows(b_.routed.in, call_.inputs.hidden, per_slot ? slots_ : tokens_);
+      in.order = order(b_.routed, gate_up);
       if (per_slot) {
         of_slots(in);
         in.divisor = spec_.top_k;
@@ -146,7 +150,7 @@ class LayerRun {
       launched(launch_inputs(in, stream_), "round inputs");
     }
     launched(launch_gemm(gate_up, first, multiprocessors(), stream_), "multiply by gate and up");
-    round_mid(b_.routed, slots_, per_slot);
+    round_mid(b_.routed, slots_, per_slot, down);
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down));
     second.bias = weights_.down_bias;
     launched(launch_gemm(down, second, multiprocessors(), stream_), "multiply by down");
@@ -173,11 +177,32 @@ class LayerRun {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_weights : b_.topk_weights.at(base_);
   }
 
+  struct Kernels {
+    GemmKernel gate_up, down;
+  };
   /// For as many tokens as most experts have, if all are equally likely.
-  GemmKernel find(const FfnBuffers& ffn, const DeviceMatrices& m) const {
+  Kernels find(const FfnBuffers& ffn, const DeviceMatrices& gate_up, const DeviceMatrices& down) const {
     const double mean = &ffn == &b_.routed ? static_cast<double>(slots_) / spec_.experts : tokens_;
-    const double most = std::min<double>(tokens_, mean + 2.8 * std::sqrt(mean));
-    return find_gemm(ffn.scheme, m.wide, input_kind(ffn.in.activation), static_cast<int>(most));
+    const auto most = static_cast<int>(std::min<double>(tokens_, mean + 2.8 * std::sqrt(mean)));
+    const InputKind kind = input_kind(ffn.in.activation);
+    if (most > kMostOfWarps) {
+      Kernels found{find_warpgroup_gemm(ffn.scheme, gate_up.wide, kind, most),
+                    find_warpgroup_gemm(ffn.scheme, down.wide, kind, most)};
+      for (GemmKernel* kernel : {&found.gate_up, &found.down})
+        if (&ffn == &b_.routed && !few()) kernel->tokens = std::min(kernel->tokens, tile_tokens(most));
+      if (found.gate_up.function != nullptr && found.down.function != nullptr) return found;
+    }
+    return {find_gemm(ffn.scheme, gate_up.wide, kind, most), find_gemm(ffn.scheme, down.wide, kind, most)};
+  }
+  /// Of items, where most experts have at most so many: fewer leave the ring more stages.
+  static int tile_tokens(int most) {
+    return most <= 32 ? 32 : most <= kFewTokensOfTile ? kFewTokensOfTile : 128;
+  }
+  /// In which inputs of a kernel lie.
+  static ColumnOrder order(const FfnBuffers& ffn, const GemmKernel& kernel) {
+    return !kernel.permuted                                            ? ColumnOrder::plain
+           : packed_format(gatefold::scheme(ffn.scheme).weight).folded ? ColumnOrder::permuted_folded
+                                                                       : ColumnOrder::permuted;
   }
 
   /// Whether the multiply can read the hidden states as they are.
@@ -321,9 +346,10 @@ class LayerRun {
     return args;
   }
 
-  void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static) {
+  void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static, const GemmKernel& down) {
     if (!ffn.mid.activation.quantized()) return;
     InputArgs mid = rows(ffn.mid, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
+    mid.order = order(ffn, down);
     mid.start_next_early = true;
     if (&ffn == &b_.routed) of_slots(mid);
     if (with_static) mid.static_scales = weights_.mid_scales;
@@ -332,13 +358,15 @@ class LayerRun {
 
   void run_shared() {
     const FfnBuffers& ffn = b_.shared;
-    launched(launch_inputs(rows(ffn.in, call_.inputs.hidden, tokens_), stream_), "round shared inputs");
-    launched(launch_gemm(find(ffn, weights_.shared_gate_up),
-                         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up), multiprocessors(), stream_),
+    const auto [gate_up, down] = find(ffn, weights_.shared_gate_up, weights_.shared_down);
+    InputArgs in = rows(ffn.in, call_.inputs.hidden, tokens_);
+    in.order = order(ffn, gate_up);
+    launched(launch_inputs(in, stream_), "round shared inputs");
+    launched(launch_gemm(gate_up, gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up), multiprocessors(),
+                         stream_),
              "multiply by the shared gate and up");
-    round_mid(ffn, tokens_, false);
-    launched(launch_gemm(find(ffn, weights_.shared_down), gemm(ffn, weights_.shared_down, GemmKind::down),
-                         multiprocessors(), stream_),
+    round_mid(ffn, tokens_, false, down);
+    launched(launch_gemm(down, gemm(ffn, weights_.shared_down, GemmKind::down), multiprocessors(), stream_),
              "multiply by the shared down");
   }
 

@@ -15,6 +15,19 @@ GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
   return {};
 }
 
+GemmKernel find_warpgroup_gemm_16bit(SchemeId scheme, bool wide, InputKind input, int tokens);
+GemmKernel find_warpgroup_gemm_8bit(SchemeId scheme, bool wide, InputKind input, int tokens);
+GemmKernel find_warpgroup_gemm_int4(SchemeId scheme, bool wide, InputKind input, int tokens);
+GemmKernel find_warpgroup_gemm_fp4(SchemeId scheme, bool wide, InputKind input, int tokens);
+
+GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
+  for (auto* find : {find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4,
+                     find_warpgroup_gemm_fp4})
+    if (const GemmKernel kernel = find(scheme, wide, input, tokens); kernel.function != nullptr)
+      return kernel;
+  return {};
+}
+
 namespace {
 
 /// One block of a multiprocessor, where it has little to read, leaves room for the next kernel, which then
@@ -45,7 +58,9 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  void* parameters[] = {const_cast<GemmArgs*>(&args)};
+  GemmArgs own = args;
+  own.tile_tokens = kernel.tokens;
+  void* parameters[] = {&own};
   return cudaLaunchKernelExC(&config, kernel.function, parameters);
 }
 

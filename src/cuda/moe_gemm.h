@@ -69,6 +69,7 @@ struct GemmArgs {
   void* out = nullptr;                              ///< [slots, out_stride]
   std::int64_t out_stride = 0;
   DType out_dtype = DType::f32;
+  std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
 };
 
 /// What a multiply's inputs are.
@@ -79,12 +80,19 @@ inline constexpr int kTileTokens = 8;
 struct GemmKernel {
   const void* function = nullptr;  ///< nullptr: there is none
   int threads = 0, shared_bytes = 0;
-  int tokens = 0;    ///< the most of an item
+  int tokens = 0;    ///< the most of an item; less may be asked of those by warpgroups
   int per_core = 0;  ///< blocks of a multiprocessor
   int step_bytes = 0;
+  /// Inputs, and what gate and up leave for down, have their columns in the order of PackedFormat::position.
+  bool permuted = false;
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
+
+/// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
+inline constexpr int kFewTokensOfTile = 56;
+/// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
+GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
                         cudaStream_t stream);

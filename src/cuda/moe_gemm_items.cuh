@@ -144,7 +144,7 @@ __device__ int list_items(int id, int experts, FewTables* tables) {
 template <class T>
 __device__ __forceinline__ Items find_items(const GemmArgs& args, FewTables& tables, std::byte* scratch) {
   static_assert(T::warps >= kFewTokens && T::warps * 32 >= kFewSlots);
-  static_assert(T::stages * T::stage_bytes >= kFewTokens * route_warp_words(kFewExperts) * 4);
+  static_assert(T::ring_bytes >= kFewTokens * route_warp_words(kFewExperts) * 4);
   // More tokens than kFewTokens are for other kernels.
   const bool routes = T::tokens == kFewTokens && args.routing.logits != nullptr;
   if (routes)

@@ -71,6 +71,12 @@ struct PackedFormat {
   /// The same, inverted: where column k is.
   constexpr int quarter_of(int k) const { return folded ? k % 64 / 16 : k % 32 / 8; }
   constexpr int block_of(int k) const { return folded ? k / 64 * 2 + (k % 16 / 8 ^ k % 64 / 32) : k / 32; }
+  /// Where column k lies in the order of k indices that multiplies of 16 columns take: of a block's two, lane
+  /// 4 r + q has pairs q and q + 4.
+  constexpr int position(int k) const {
+    const int in_block = k % 8 / 4 * 16 + k % 4 / 2 * 8 + quarter_of(k) * 2 + k % 2;
+    return k / kRecordColumns * kRecordColumns + block_of(k % kRecordColumns) * 32 + in_block;
+  }
 };
 
 /// Whether products of codes and scales fit 16 bits: significands of 2 bits by 4, or any by a power of two.

@@ -93,7 +93,12 @@ __device__ __forceinline__ void copy_16_bytes(void* shared, const void* global) 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
 }
-/// Arrives when all copies of 16 bytes that this thread has begun are done.
+/// 4 bytes from global to shared memory.
+__device__ __forceinline__ void copy_4_bytes(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+/// Arrives when all copies of 4 or 16 bytes that this thread has begun are done.
 __device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

@@ -142,8 +142,8 @@ TEST_P(EveryScheme, SkewedRouting) {
 TEST_P(EveryScheme, RaggedShapes) {
   const MoeSpec spec = ragged_spec(small_spec());
   const Layer layer(spec);
-  for (const std::size_t tokens : {5, 17})
-    expect_close(layer, {.max_tokens = 17, .debug_workspace = true}, tokens, Pattern::uniform);
+  for (const std::size_t tokens : {5, 17, 100})
+    expect_close(layer, {.max_tokens = 100, .debug_workspace = true}, tokens, Pattern::uniform);
 }
 
 TEST_P(EveryScheme, WeightsOnly) {
@@ -164,8 +164,8 @@ TEST_P(EveryScheme, LongRows) {
   spec.hidden = 1280;
   spec.intermediate = 640;
   const Layer layer(spec);
-  for (const std::size_t tokens : {1, 12})
-    expect_close(layer, {.max_tokens = 12}, tokens, Pattern::duplicates);
+  for (const std::size_t tokens : {1, 12, 90})
+    expect_close(layer, {.max_tokens = 90}, tokens, Pattern::duplicates);
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, EveryScheme, every_scheme_and_type(), scheme_and_type);
@@ -388,7 +388,8 @@ TEST_F(GpuMoe, Activations) {
     spec.top_k = 2;
     spec.hidden = spec.intermediate = 128;
     spec.activation.kind = kind;
-    expect_close(Layer(spec), {.max_tokens = 9}, 9, Pattern::uniform);
+    for (const std::size_t tokens : {9, 60})
+      expect_close(Layer(spec), {.max_tokens = 60}, tokens, Pattern::uniform);
   }
 }
 

@@ -1,0 +1,13 @@
+#include "cuda/moe_wgmma_table.cuh"
+
+namespace gatefold::cuda {
+
+constexpr bool is_8bit(Format value) {
+  return value.bits == 8;
+}
+
+GemmKernel find_warpgroup_gemm_8bit(SchemeId scheme, bool wide, InputKind input, int tokens) {
+  return find_warpgroup_among<is_8bit>(scheme, wide, input, tokens);
+}
+
+}  // namespace gatefold::cuda

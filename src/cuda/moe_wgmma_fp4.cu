@@ -1,0 +1,13 @@
+#include "cuda/moe_wgmma_table.cuh"
+
+namespace gatefold::cuda {
+
+constexpr bool is_fp4(Format value) {
+  return value.bits == 4 && value.is_float();
+}
+
+GemmKernel find_warpgroup_gemm_fp4(SchemeId scheme, bool wide, InputKind input, int tokens) {
+  return find_warpgroup_among<is_fp4>(scheme, wide, input, tokens);
+}
+
+}  // namespace gatefold::cuda
