@@ -168,12 +168,9 @@ struct RingState {
     init_barrier(empty + threadIdx.x, T::warps);
     publish_barriers();
   }
-  /// What a stage belongs to, read by the lane that releases it.
+  /// What a stage belongs to.
   __device__ __forceinline__ Round round_of(const Place<T>& place) const {
-    int4 words{};
-    if (threadIdx.x % 32 == 0) words = *reinterpret_cast<const int4*>(rounds + place.index);
-    for (int* word : {&words.x, &words.y, &words.z, &words.w}) *word = __shfl_sync(~0u, *word, 0);
-    return *reinterpret_cast<const Round*>(&words);
+    return read_by_lane_0(rounds[place.index]);
   }
   /// This warp has read a stage.
   __device__ __forceinline__ void release(const Place<T>& place) {

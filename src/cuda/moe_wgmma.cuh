@@ -144,7 +144,7 @@ __device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const Items
                                                WarpgroupRing<T>& ring, std::byte* memory) {
   for (Places at;;) {
     wait_barrier(ring.weights_full + at.weights.index, at.weights.parity);
-    const Tile tile = ring.tiles[at.weights.index];
+    const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);
     if (tile.count == 0) return;
     constexpr int fewer = T::tokens == kFewTokensOfTile ? 32 : 64;
     if (tile.count <= fewer)

@@ -103,6 +103,17 @@ __device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+/// 16 bytes of shared memory for all lanes, read by lane 0. It also arrives at barriers for the warp, so that
+/// no other thread's reads have to be ordered before that.
+template <class Value>
+__device__ __forceinline__ Value read_by_lane_0(const Value& shared) {
+  static_assert(sizeof(Value) == 16);
+  int4 words{};
+  if (threadIdx.x % 32 == 0) words = reinterpret_cast<const int4&>(shared);
+  for (int* word : {&words.x, &words.y, &words.z, &words.w}) *word = __shfl_sync(~0u, *word, 0);
+  return reinterpret_cast<const Value&>(words);
+}
+
 /// A barrier for the first threads of a block.
 template <int kThreads>
 __device__ __forceinline__ void sync_threads() {
