@@ -14,7 +14,7 @@ LayerBuffers::LayerBuffers(const MoeSpec& spec, const PlanOptions& options, Work
   const auto shared_k = static_cast<std::size_t>(padded(spec.shared.intermediate));
   const std::size_t shared_tokens = shared_k != 0 ? tokens : 0;
   const Operand activation = effective_activation(spec.scheme, spec, options);
-  may_be_static = activation.quantized() && (activation.group.n == 0 || activation.tensor_scale.stored());
+  may_be_static = activation.may_be_static();
   k = std::max({hidden_k, mid_k, shared_k});
 
   ids = {layout.add<std::int32_t>("topk_ids", slots)};

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-#include "cuda/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/ptx.cuh"
 #include "cuda/rounding.cuh"
 
 namespace gatefold::cuda {
@@ -127,10 +128,9 @@ template <class Activation>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a);
-  constexpr bool may_be_static = a.group.n == 0 || a.tensor_scale.stored();
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   const int blocks = static_cast<int>(cluster.num_blocks()), block = static_cast<int>(cluster.block_rank());
-  const bool with_static = may_be_static && args.static_scales != nullptr;
+  const bool with_static = a.may_be_static() && args.static_scales != nullptr;
   if constexpr (with_row_scales)
     if (blocks > 1 && !with_static) cluster.sync();  // see max_over_cluster
   wait_and_let_start(args);
@@ -178,23 +178,19 @@ struct Plain {
   static constexpr Operand operand = operands::plain(F);
 };
 
-/// The first scheme of the table with this activation.
-constexpr SchemeId find_activation(const Operand& a) {
-  std::size_t i = 0;
-  while (!(operands::table[i].activation == a)) ++i;
-  return static_cast<SchemeId>(i);
-}
-
 template <class Activation>
 cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.x.rows);
   if (Activation::operand.quantized() && Activation::operand.group.n == 0 && args.static_scales == nullptr)
-    if (const auto error = launch_dependent(row_amax_kernel, rows, kThreads, 0, stream, args);
+    if (const auto error =
+            launch_dependent(row_amax_kernel, {.blocks = rows, .threads = kThreads, .stream = stream}, args);
         error != cudaSuccess)
       return error;
   const auto pieces = static_cast<unsigned>((args.stride + kPiece - 1) / kPiece);
-  return launch_dependent_clusters(inputs_kernel<Activation>, rows, std::min<unsigned>(pieces, kMostBlocks),
-                                   kThreads, stream, args);
+  const unsigned cluster = std::min<unsigned>(pieces, kMostBlocks);
+  return launch_dependent(
+      inputs_kernel<Activation>,
+      {.blocks = rows * cluster, .threads = kThreads, .stream = stream, .cluster = cluster}, args);
 }
 
 }  // namespace
@@ -206,7 +202,7 @@ cudaError_t launch_inputs(const InputArgs& args, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
   for_each_scheme([&]<class S>() {
     constexpr Operand a = S::scheme.activation;
-    if constexpr (a.quantized() && can_multiply(a) && find_activation(a) == S::id)
+    if constexpr (a.quantized() && can_multiply(a) && first_with_activation(a) == S::id)
       if (args.activation == a) error = launch_rows<ActivationOf<S::id>>(args, stream);
   });
   return error;

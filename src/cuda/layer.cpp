@@ -88,7 +88,7 @@ struct LayerBuffers {
                top_k = static_cast<std::size_t>(spec.top_k), experts = static_cast<std::size_t>(spec.experts),
                slots = tokens * top_k;
     const Operand activation = effective_activation(spec.scheme, spec, options);
-    may_be_static = activation.quantized() && (activation.group.n == 0 || activation.tensor_scale.stored());
+    may_be_static = activation.may_be_static();
     topk_ids = {layout.add<std::int32_t>("topk_ids", slots)};
     topk_weights = {layout.add<float>("topk_weights", slots)};
     expert_offsets = {layout.add<std::int32_t>("expert_offsets", experts + 1)};

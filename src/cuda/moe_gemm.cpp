@@ -1,34 +1,22 @@
 #include "cuda/moe_gemm.h"
 
+#include "cuda/launch.h"
+
 namespace gatefold::cuda {
 
+using Find = GemmKernel(SchemeId scheme, bool wide, InputKind input, int tokens);
 // One source file each, so that they are compiled side by side.
-GemmKernel find_gemm_16bit(SchemeId scheme, bool wide, InputKind input, int tokens);
-GemmKernel find_gemm_8bit(SchemeId scheme, bool wide, InputKind input, int tokens);
-GemmKernel find_gemm_int4(SchemeId scheme, bool wide, InputKind input, int tokens);
-GemmKernel find_gemm_fp4(SchemeId scheme, bool wide, InputKind input, int tokens);
-
-GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  for (auto* find : {find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4})
-    if (const GemmKernel kernel = find(scheme, wide, input, tokens); kernel.function != nullptr)
-      return kernel;
-  return {};
-}
-
-GemmKernel find_warpgroup_gemm_16bit(SchemeId scheme, bool wide, InputKind input, int tokens);
-GemmKernel find_warpgroup_gemm_8bit(SchemeId scheme, bool wide, InputKind input, int tokens);
-GemmKernel find_warpgroup_gemm_int4(SchemeId scheme, bool wide, InputKind input, int tokens);
-GemmKernel find_warpgroup_gemm_fp4(SchemeId scheme, bool wide, InputKind input, int tokens);
-
-GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  for (auto* find : {find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4,
-                     find_warpgroup_gemm_fp4})
-    if (const GemmKernel kernel = find(scheme, wide, input, tokens); kernel.function != nullptr)
-      return kernel;
-  return {};
-}
+Find find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4;
+Find find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4, find_warpgroup_gemm_fp4;
 
 namespace {
+
+template <Find*... kAll>
+GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) {
+  GemmKernel found;
+  ((found = kAll(scheme, wide, input, tokens), found.function != nullptr) || ...);
+  return found;
+}
 
 /// One block of a multiprocessor, where it has little to read, leaves room for the next kernel, which then
 /// reads its first weights meanwhile.
@@ -41,6 +29,16 @@ int blocks_for(const GemmKernel& kernel, const GemmArgs& args, int multiprocesso
 
 }  // namespace
 
+GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
+  return first_found<find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4>(scheme, wide, input,
+                                                                                     tokens);
+}
+
+GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
+  return first_found<find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4,
+                     find_warpgroup_gemm_fp4>(scheme, wide, input, tokens);
+}
+
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
                         cudaStream_t stream) {
   // Once would do; it costs little, and every device needs it.
@@ -48,20 +46,15 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
                                               kernel.shared_bytes);
       error != cudaSuccess)
     return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks_for(kernel, args, multiprocessors)));
-  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
-  config.dynamicSmemBytes = static_cast<std::size_t>(kernel.shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
   GemmArgs own = args;
   own.tile_tokens = kernel.tokens;
   void* parameters[] = {&own};
-  return cudaLaunchKernelExC(&config, kernel.function, parameters);
+  return launch_dependent(kernel.function,
+                          {.blocks = static_cast<unsigned>(blocks_for(kernel, args, multiprocessors)),
+                           .threads = static_cast<unsigned>(kernel.threads),
+                           .stream = stream,
+                           .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes)},
+                          parameters);
 }
 
 }  // namespace gatefold::cuda

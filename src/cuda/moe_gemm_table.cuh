@@ -36,37 +36,42 @@ GemmKernel gemm_kernel() {
           T::step_bytes};
 }
 
-template <class S, bool kWide>
-GemmKernel find_for(InputKind input, int tokens) {
-  // Registers do not hold four tiles beside the scales and zero points of groups of 32.
-  constexpr PackedFormat P = packed_format(S::scheme.weight, kWide);
-  constexpr int most = P.zeros && P.group == 32 ? 2 : 4;
-  const auto of = [&]<InputKind kInput>() {
-    return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
-           : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
-                                       : gemm_kernel<S, kWide, kInput, most>();
-  };
-  if (input == InputKind::bf16) return of.template operator()<InputKind::bf16>();
-  if (input == InputKind::f16) return of.template operator()<InputKind::f16>();
-  if constexpr (has_record_scales(S::id)) return of.template operator()<InputKind::bf16_record_scales>();
+template <class S, bool kWide, class Make>
+GemmKernel make_for(InputKind input, const Make& make) {
+  if (input == InputKind::bf16) return make.template operator()<S, kWide, InputKind::bf16>();
+  if (input == InputKind::f16) return make.template operator()<S, kWide, InputKind::f16>();
+  if constexpr (has_record_scales(S::id))
+    return make.template operator()<S, kWide, InputKind::bf16_record_scales>();
   return {};
 }
 
-/// The kernel of a scheme whose values are of the kind that `Which` accepts.
-template <auto Which>
-GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
+/// What `make` makes of a scheme whose values are of the kind that `Which` accepts.
+template <auto Which, class Make>
+GemmKernel make_among(SchemeId id, bool wide, InputKind input, const Make& make) {
   GemmKernel found;
   for_each_scheme([&]<class S>() {
     constexpr Operand w = S::scheme.weight;
     if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id) {
       if (S::id != first_with_weights_of(id)) return;
       if constexpr (may_be_wide(w))
-        found = wide ? find_for<S, true>(input, tokens) : find_for<S, false>(input, tokens);
+        found = wide ? make_for<S, true>(input, make) : make_for<S, false>(input, make);
       else
-        found = find_for<S, false>(input, tokens);
+        found = make_for<S, false>(input, make);
     }
   });
   return found;
+}
+
+template <auto Which>
+GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
+  return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
+    // Registers do not hold four tiles beside the scales and zero points of groups of 32.
+    constexpr PackedFormat P = packed_format(S::scheme.weight, kWide);
+    constexpr int most = P.zeros && P.group == 32 ? 2 : 4;
+    return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
+           : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
+                                       : gemm_kernel<S, kWide, kInput, most>();
+  });
 }
 
 }  // namespace gatefold::cuda

@@ -21,34 +21,12 @@ GemmKernel warpgroup_kernel() {
   return {};
 }
 
-template <class S, bool kWide>
-GemmKernel find_warpgroup_for(InputKind input, int tokens) {
-  const auto of = [&]<InputKind kInput>() {
-    return tokens <= kFewTokensOfTile ? warpgroup_kernel<S, kWide, kInput, false>()
-                                      : warpgroup_kernel<S, kWide, kInput, true>();
-  };
-  if (input == InputKind::bf16) return of.template operator()<InputKind::bf16>();
-  if (input == InputKind::f16) return of.template operator()<InputKind::f16>();
-  if constexpr (has_record_scales(S::id)) return of.template operator()<InputKind::bf16_record_scales>();
-  return {};
-}
-
-/// The kernel of a scheme whose values are of the kind that `Which` accepts.
 template <auto Which>
 GemmKernel find_warpgroup_among(SchemeId id, bool wide, InputKind input, int tokens) {
-  GemmKernel found;
-  for_each_scheme([&]<class S>() {
-    constexpr Operand w = S::scheme.weight;
-    if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id) {
-      if (S::id != first_with_weights_of(id)) return;
-      if constexpr (may_be_wide(w))
-        found =
-            wide ? find_warpgroup_for<S, true>(input, tokens) : find_warpgroup_for<S, false>(input, tokens);
-      else
-        found = find_warpgroup_for<S, false>(input, tokens);
-    }
+  return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
+    return tokens <= kFewTokensOfTile ? warpgroup_kernel<S, kWide, kInput, false>()
+                                      : warpgroup_kernel<S, kWide, kInput, true>();
   });
-  return found;
 }
 
 }  // namespace gatefold::cuda

@@ -2,18 +2,11 @@
 #include <cstddef>
 
 #include "cuda/elements.cuh"
-#include "cuda/encode.cuh"
 #include "cuda/quantize.h"
-#include "format/scale_rule.h"
+#include "cuda/rounding.cuh"
 
 namespace gatefold::cuda {
 namespace {
-
-/// The activation operand of a row of the table, as a type.
-template <SchemeId kScheme>
-struct ActivationTag {
-  static constexpr Operand operand = scheme(kScheme).activation;
-};
 
 /// Numbers that a thread holds of one row: kVectors times kCount, which become 8 bytes.
 constexpr int kShare = 32;
@@ -262,20 +255,15 @@ void launch(QuantizeArgs args, cudaStream_t stream) {
   quantize_rows<Activation, Input><<<blocks, block, 0, stream>>>(args);
 }
 
-/// Several rows of the table round activations alike: the first of them has the kernel.
-constexpr SchemeId first_alike(const Operand& activation) {
-  for (std::size_t i = 0;; ++i)
-    if (operands::table[i].activation == activation) return static_cast<SchemeId>(i);
-}
-
 }  // namespace
 
 cudaError_t launch_quantize(const Operand& operand, Format input, const QuantizeArgs& args,
                             cudaStream_t stream) {
   for_each_scheme([&]<class Row>() {
-    if constexpr (Row::scheme.activation.quantized() && first_alike(Row::scheme.activation) == Row::id) {
+    if constexpr (Row::scheme.activation.quantized() &&
+                  first_with_activation(Row::scheme.activation) == Row::id) {
       if (!(operand == Row::scheme.activation)) return;
-      using Activation = ActivationTag<Row::id>;
+      using Activation = ActivationOf<Row::id>;
       if (input == formats::bf16) return launch<Activation, FormatTag<formats::bf16>>(args, stream);
       if (input == formats::f16) return launch<Activation, FormatTag<formats::f16>>(args, stream);
       launch<Activation, FormatTag<formats::f32>>(args, stream);

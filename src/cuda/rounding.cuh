@@ -17,6 +17,13 @@ struct ActivationOf {
   static constexpr Operand operand = scheme(kScheme).activation;
 };
 
+/// Several rows of the table round activations alike: the first of them has the kernels.
+constexpr SchemeId first_with_activation(const Operand& activation) {
+  std::size_t i = 0;
+  while (!(operands::table[i].activation == activation)) ++i;
+  return static_cast<SchemeId>(i);
+}
+
 /// The largest magnitude of finite numbers.
 template <int kCount>
 __device__ __forceinline__ float amax_of(const float (&x)[kCount]) {

@@ -5,7 +5,8 @@
 
 #include <algorithm>
 
-#include "cuda/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/ptx.cuh"
 #include "cuda/topk.cuh"
 
 namespace gatefold::cuda {
@@ -331,8 +332,12 @@ cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
 cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream) {
   constexpr int warps = kChooseThreads / 32;
   const auto words = static_cast<std::size_t>(route_words(warps, args.experts));
-  return launch_dependent(choose_experts, (args.tokens + warps - 1) / warps, kChooseThreads,
-                          words * sizeof(std::int32_t), stream, args);
+  return launch_dependent(choose_experts,
+                          {.blocks = static_cast<unsigned>((args.tokens + warps - 1) / warps),
+                           .threads = kChooseThreads,
+                           .stream = stream,
+                           .shared_bytes = words * sizeof(std::int32_t)},
+                          args);
 }
 
 cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream) {
@@ -341,7 +346,7 @@ cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream) {
   auto* kernel = args.dtype == DType::f32   ? multiply_router<float>
                  : args.dtype == DType::f16 ? multiply_router<__half>
                                             : multiply_router<__nv_bfloat16>;
-  return launch_dependent(kernel, blocks, kRouterThreads, 0, stream, args);
+  return launch_dependent(kernel, {.blocks = blocks, .threads = kRouterThreads, .stream = stream}, args);
 }
 
 }  // namespace gatefold::cuda

@@ -1,4 +1,5 @@
-#include "cuda/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/ptx.cuh"
 #include "cuda/slots.h"
 
 namespace gatefold::cuda {
@@ -134,13 +135,14 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
 }  // namespace
 
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream) {
-  return launch_dependent(items_kernel, 1, kItemThreads, 0, stream, args);
+  return launch_dependent(items_kernel, {.blocks = 1, .threads = kItemThreads, .stream = stream}, args);
 }
 
 cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream) {
   constexpr int piece = kCombineThreads * kPerThread;
   const dim3 blocks((args.hidden + piece - 1) / piece, args.tokens < 65535 ? args.tokens : 65535);
-  return launch_dependent(combine_kernel, blocks, kCombineThreads, 0, stream, args);
+  return launch_dependent(combine_kernel, {.blocks = blocks, .threads = kCombineThreads, .stream = stream},
+                          args);
 }
 
 }  // namespace gatefold::cuda

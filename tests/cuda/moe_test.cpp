@@ -153,7 +153,7 @@ TEST_P(EveryScheme, WeightsOnly) {
 
 TEST_P(EveryScheme, StaticActivationScales) {
   const Operand& activation = scheme(id()).activation;
-  if (!activation.quantized() || (activation.group.n != 0 && !activation.tensor_scale.stored())) return;
+  if (!activation.may_be_static()) return;
   expect_close(Layer(small_spec(), 3, true), {.max_tokens = 20, .debug_workspace = true}, 20,
                Pattern::uniform);
 }
