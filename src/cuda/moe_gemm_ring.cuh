@@ -2,10 +2,12 @@
 /// \file
 /// What a kernel of the multiply (moe_gemm.cuh) is made for, and how its operands come to shared memory.
 ///
-/// A step is the records of the same 128 columns of a group of units (packed.h). Each thread block takes an
-/// equal run of the groups of all items, and cuts it into rounds: `groups` groups by `slices` warps each,
-/// which take the steps of their group in turn. A stage of the ring is what all warps of a block multiply
-/// next: one step each, and the activations of these columns.
+/// A step is the records of the same 128 columns of a group of units (packed.h). Each thread block takes a
+/// run of the groups of all items, as long as those of others, and cuts it into rounds: `groups` groups by
+/// `slices` warps each, which take the steps of their group in turn. A stage of the ring is what all warps of
+/// a block multiply next: one step each, and the activations of these columns.
+
+#include <climits>
 
 #include "cuda/moe_gemm.h"
 #include "cuda/ptx.cuh"
@@ -53,7 +55,9 @@ struct GemmTraits {
   static constexpr int shared_tiles = tiles < 2 ? tiles : 2;  ///< of warps that share a group
   static constexpr int weight_bytes = warps * step_bytes;     ///< of a stage
   static constexpr int extras_at = weight_bytes, inputs_at = extras_at + warps * step_extra_bytes;
-  static constexpr int input_bytes = tokens * input_stride(tiles == 1 ? 4 : tiles == 2 ? 2 : 1);
+  /// Warps that may share a group, where a tile has all its tokens.
+  static constexpr int full_slices = tiles == 1 ? 4 : tiles == 2 ? 2 : 1;
+  static constexpr int input_bytes = tokens * input_stride(full_slices);
   static constexpr int stage_bytes = inputs_at + input_bytes;
   static constexpr int ring_bytes =
       (per_core == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
@@ -99,6 +103,45 @@ __device__ __forceinline__ int split(int total, int parts, int part) {
   return part * each + min(part, rest);
 }
 
+/// Where the runs of blocks begin and end: after multiples of `together` groups of an item. Single groups
+/// suit one tile of tokens: all warps can share one.
+template <class T>
+struct Runs {
+  int together = 1, per_item, total;
+
+  __device__ Runs(int items, int groups) : per_item(groups), total(items * groups) {
+    if constexpr (T::tiles > 1) {
+      int least = INT_MAX;
+#pragma unroll 1
+      for (int count = T::warps; count > 0; count /= 2) {
+        const int parts = (groups + count - 1) / count, time = longest(items * parts, count);
+        if (time < least) least = time, together = count, per_item = parts;
+      }
+      total = items * per_item;
+    }
+  }
+  /// The first group of a block's run, among those of all items.
+  __device__ int first(int groups, int block) const {
+    const int at = split(total, gridDim.x, block);
+    return T::tiles == 1 ? at : at / per_item * groups + min(at % per_item * together, groups);
+  }
+
+ private:
+  /// A measure of the longest run's time: six parts for its bytes, one for its rounds.
+  __device__ static int longest(int parts, int count) {
+    const int blocks = static_cast<int>(gridDim.x), most = (parts + blocks - 1) / blocks * count;
+    return 6 * most + max(time_of(most), parts % blocks == 0 ? 0 : time_of(most - count));
+  }
+  /// The time of rounds; those that leave warps idle take as long as the shortest that does not.
+  __device__ static int time_of(int groups) {
+    int time = groups / T::warps * T::warps;
+#pragma unroll
+    for (int part = T::warps / 2; part > 0; part /= 2)
+      if (groups & part) time += max(part, T::warps / T::full_slices);
+    return time;
+  }
+};
+
 /// What the stages of a block hold, one after the other.
 template <class T>
 struct Rounds {
@@ -107,9 +150,9 @@ struct Rounds {
   int step;  ///< the stage's first one
 
   __device__ void begin(const GemmArgs& args, const Items& items) {
-    const int groups = items.count * args.groups;
-    const int first = split(groups, gridDim.x, blockIdx.x);
-    left = split(groups, gridDim.x, blockIdx.x + 1) - first;
+    const Runs<T> runs(items.count, args.groups);
+    const int first = runs.first(args.groups, blockIdx.x);
+    left = runs.first(args.groups, blockIdx.x + 1) - first;
     item = first / args.groups;
     group = first % args.groups;
     begin_round(args, items);

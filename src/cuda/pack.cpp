@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <numeric>
+#include <vector>
 
 namespace gatefold::cuda {
 namespace {
@@ -45,14 +46,21 @@ std::size_t PackSource::bytes(const QuantizedMatrix& matrix, PackRows rows) {
   return bytes;
 }
 
-void stage(const QuantizedMatrix& matrix, PackRows rows, std::byte* data) {
-  constexpr std::size_t piece = 1 << 19;  // one core does not copy as fast as the bus
-  for (const auto& part : PackParts(matrix, rows).parts) {
-#pragma omp parallel for if (part.size() > piece)
-    for (std::size_t at = 0; at < part.size(); at += piece)
-      std::memcpy(data + at, part.data() + at, std::min(piece, part.size() - at));
-    data += padded(part.size());
-  }
+void stage(std::span<const QuantizedMatrix> matrices, PackRows rows, std::byte* data) {
+  struct Piece {
+    std::byte* to;
+    std::span<const std::byte> from;
+  };
+  constexpr std::size_t most = 1 << 18;  // one core does not copy as fast as the bus
+  std::vector<Piece> pieces;
+  for (const QuantizedMatrix& matrix : matrices)
+    for (const auto& part : PackParts(matrix, rows).parts) {
+      for (std::size_t at = 0; at < part.size(); at += most)
+        pieces.push_back({data + at, part.subspan(at, std::min(most, part.size() - at))});
+      data += padded(part.size());
+    }
+#pragma omp parallel for schedule(dynamic) if (pieces.size() > 4)
+  for (const Piece& piece : pieces) std::memcpy(piece.to, piece.from.data(), piece.from.size());
 }
 
 std::int64_t units_at_a_time(const PackedShape& shape, const QuantizedMatrix* matrices, std::size_t bytes) {

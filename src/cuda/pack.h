@@ -36,8 +36,9 @@ struct PackParts {
   std::span<const std::byte> parts[3];
   PackParts(const QuantizedMatrix& matrix, PackRows rows);
 };
-/// Copies the parts to where PackSource expects them, with OpenMP's threads if they are large.
-void stage(const QuantizedMatrix& matrix, PackRows rows, std::byte* data);
+/// Copies the parts of each matrix to where PackSource expects them, with OpenMP's threads if they are large:
+/// those of the next matrix begin PackSource::bytes after those of the one before.
+void stage(std::span<const QuantizedMatrix> matrices, PackRows rows, std::byte* data);
 
 /// Units [first_unit, end_unit) of a packed matrix, or of two, from the rows that they hold.
 struct PackJob {

@@ -85,9 +85,9 @@ Status DeviceWeights::pack_units(const QuantizedMatrix* matrices, PackJob job) {
   std::size_t bytes = 0;
   for (int i = 0; i < job.shape.matrices; ++i) bytes += PackSource::bytes(matrices[i], rows);
   if (Status status = staging.reserve(bytes, device_.index); !status.ok()) return status;
+  stage({matrices, static_cast<std::size_t>(job.shape.matrices)}, rows, staging.host.data());
   std::size_t offset = 0;
   for (int i = 0; i < job.shape.matrices; ++i) {
-    stage(matrices[i], rows, staging.host.data() + offset);
     job.sources[i] = {matrices[i], rows, staging.device.data() + offset};
     offset += PackSource::bytes(matrices[i], rows);
   }

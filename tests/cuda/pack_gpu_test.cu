@@ -81,9 +81,9 @@ TEST_F(PackOnGpu, SameBytesAsOnTheHost) {
       DeviceVector<std::byte> device_staged(staged.size()), out(expected.size(), 0);
       on_host.out = expected.data();
       job.out = out.data();
+      stage({matrices.data(), static_cast<std::size_t>(count)}, {0, n}, staged.data());
       for (int i = 0; i < count; ++i) {
         const std::size_t at = i * PackSource::bytes(matrices[0], {0, n});
-        stage(matrices[i], {0, n}, staged.data() + at);
         on_host.sources[i] = {matrices[i], {0, n}, staged.data() + at};
         job.sources[i] = {matrices[i], {0, n}, device_staged.data() + at};
       }

@@ -56,11 +56,13 @@ Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide, std::size_t
   for (; job.first_unit < packed.shape.units; job.first_unit += units) {
     job.end_unit = std::min(job.first_unit + units, packed.shape.units);
     const PackRows rows = job.rows();
-    std::vector<std::vector<std::byte>> staged;
-    for (std::size_t i = 0; i < matrices.size(); ++i) {
-      staged.emplace_back(PackSource::bytes(matrices[i], rows));
-      stage(matrices[i], rows, staged.back().data());
-      job.sources[i] = {matrices[i], rows, staged.back().data()};
+    std::size_t at = 0;
+    for (const QuantizedMatrix& matrix : matrices) at += PackSource::bytes(matrix, rows);
+    std::vector<std::byte> staged(at);
+    stage(matrices, rows, staged.data());
+    for (std::size_t i = matrices.size(); i-- > 0;) {
+      at -= PackSource::bytes(matrices[i], rows);
+      job.sources[i] = {matrices[i], rows, staged.data() + at};
     }
     pack_on_host(job);
   }
