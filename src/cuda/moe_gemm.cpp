@@ -18,13 +18,13 @@ GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) 
   return found;
 }
 
-/// One block of a multiprocessor, where it has little to read, leaves room for the next kernel, which then
+/// One team of a multiprocessor, where it has little to read, leaves room for the next kernel, which then
 /// reads its first weights meanwhile.
-int blocks_for(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors) {
+int teams_for(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors) {
   const auto most_experts = static_cast<std::int64_t>(args.experts < args.slots ? args.experts : args.slots);
   const std::int64_t bytes = most_experts * args.groups * args.steps * kernel.step_bytes;
   constexpr std::int64_t little = 256 * 1024;
-  return multiprocessors * (bytes < multiprocessors * little ? 1 : kernel.per_core);
+  return bytes < multiprocessors * little ? 1 : kernel.teams;
 }
 
 }  // namespace
@@ -43,18 +43,20 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
                         cudaStream_t stream) {
   // Once would do; it costs little, and every device needs it.
   if (const auto error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              kernel.shared_bytes);
+                                              kernel.shared_bytes + kernel.teams * kernel.team_bytes);
       error != cudaSuccess)
     return error;
   GemmArgs own = args;
   own.tile_tokens = kernel.tokens;
   void* parameters[] = {&own};
-  return launch_dependent(kernel.function,
-                          {.blocks = static_cast<unsigned>(blocks_for(kernel, args, multiprocessors)),
-                           .threads = static_cast<unsigned>(kernel.threads),
-                           .stream = stream,
-                           .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes)},
-                          parameters);
+  const int teams = teams_for(kernel, args, multiprocessors);
+  return launch_dependent(
+      kernel.function,
+      {.blocks = static_cast<unsigned>(multiprocessors),
+       .threads = static_cast<unsigned>(teams * kernel.threads),
+       .stream = stream,
+       .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes + teams * kernel.team_bytes)},
+      parameters);
 }
 
 }  // namespace gatefold::cuda

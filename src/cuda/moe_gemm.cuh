@@ -2,9 +2,9 @@
 /// \file
 /// The kernel of moe_gemm.h. Weights are the A operand of m16n8k16 multiplies, tokens the B operand.
 ///
-/// Thread blocks stay, each with an equal run of groups of units; moe_gemm_ring.cuh says how it is cut and
-/// comes to shared memory. A warp decodes and multiplies its step of each stage; at the end of a round, warps
-/// that share a group add up their sums.
+/// Thread blocks stay, each with an equal run of groups of units; moe_gemm_ring.cuh says how it is cut,
+/// shared by teams of warps, and comes to shared memory. A warp decodes and multiplies its step of each
+/// stage; at the end of a round, warps that share a group add up their sums.
 
 #include <climits>
 
@@ -197,8 +197,8 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const std::
 /// Multiplies what comes; by the other warps.
 template <class T>
 __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Items& items, RingState<T>& ring,
-                                                std::byte* memory) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+                                                std::byte* memory, int warp, int barrier) {
+  const int lane = threadIdx.x % 32;
   Sums<T> sums = {};
   Round round;
   Columns<T> columns;
@@ -236,26 +236,31 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
     step = 0;
     if (T::tiles > 1) round = ring.round_of(place);  // not kept in registers
     if (round.slices == 1) ring.release(place);
-    finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
+    finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage), barrier);
     if (round.slices > 1) ring.release(place);
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::bounds, T::per_core) moe_gemm(const __grid_constant__ GemmArgs args) {
+__global__ void __launch_bounds__(T::threads* T::teams, 1) moe_gemm(const __grid_constant__ GemmArgs args) {
   // Copies in bulk take up to 1.4 times as long where source and destination differ modulo 128 bytes.
   extern __shared__ __align__(128) uint4 shared[];
-  __shared__ RingState<T> ring;
+  __shared__ RingState<T> rings[T::teams];
+  __shared__ int taken;
+  const int teams = blockDim.x / T::threads, team = threadIdx.x / T::threads;
+  RingState<T>& ring = rings[team];
   auto* memory = reinterpret_cast<std::byte*>(shared);
-  auto* tables = reinterpret_cast<FewTables*>(memory + T::stages * T::stage_bytes);
+  auto* tables = reinterpret_cast<FewTables*>(memory + teams * T::team_bytes);
 
-  ring.init();
+  ring.init(threadIdx.x % T::threads);
+  if (threadIdx.x == 0) taken = 0;
   if (!args.routed_early) wait_for_previous_kernel();
   const Items items = find_items<T>(args, *tables, memory);
   __syncthreads();
-  const int warp = threadIdx.x / 32;
+  memory += team * T::team_bytes;
+  const int warp = threadIdx.x % T::threads / 32;
   if (warp == T::warps) {
-    copy_weights<T>(args, items, ring, memory);
+    copy_weights<T>(args, items, ring, memory, &taken);
     return;
   }
   wait_for_previous_kernel();
@@ -263,7 +268,7 @@ __global__ void __launch_bounds__(T::bounds, T::per_core) moe_gemm(const __grid_
     let_next_kernel_start();
     copy_inputs<T>(args, items, ring, memory);
   } else {
-    multiply_stages<T>(args, items, ring, memory);
+    multiply_stages<T>(args, items, ring, memory, warp, 1 + team);
   }
 }
 

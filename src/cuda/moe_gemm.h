@@ -78,10 +78,10 @@ enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales };
 inline constexpr int kTileTokens = 8;
 
 struct GemmKernel {
-  const void* function = nullptr;  ///< nullptr: there is none
-  int threads = 0, shared_bytes = 0;
-  int tokens = 0;    ///< the most of an item; less may be asked of those by warpgroups
-  int per_core = 0;  ///< blocks of a multiprocessor
+  const void* function = nullptr;     ///< nullptr: there is none
+  int threads = 0, shared_bytes = 0;  ///< of a team; of a block, beside its teams' bytes
+  int teams = 1, team_bytes = 0;      ///< the most of a block
+  int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
   int step_bytes = 0;
   /// Inputs, and what gate and up leave for down, have their columns in the order of PackedFormat::position.
   bool permuted = false;

@@ -4,8 +4,9 @@
 ///
 /// A step is the records of the same 128 columns of a group of units (packed.h). Each thread block takes a
 /// run of the groups of all items, as long as those of others, and cuts it into rounds: `groups` groups by
-/// `slices` warps each, which take the steps of their group in turn. A stage of the ring is what all warps of
-/// a block multiply next: one step each, and the activations of these columns.
+/// `slices` warps each, which take the steps of their group in turn. One or two teams of a block take its
+/// rounds as they come to it: eight warps that multiply, and two that fill the team's ring. A stage of the
+/// ring is what the team multiplies next: one step a warp, and the activations of these columns.
 
 #include <climits>
 
@@ -44,14 +45,12 @@ struct GemmTraits {
   /// Of scales and zeros that lie apart; and from those of one unit to the other.
   static constexpr int step_extra_bytes = P.apart() ? kGroupUnits * P.extra_bytes() : 0;
   static constexpr int extra_stride = P.apart() ? P.extra_bytes() : record_bytes;
-  static constexpr int warps = 8;  ///< that multiply; two more fill the ring
+  static constexpr int warps = 8;  ///< of a team that multiply; two more fill the ring
   static constexpr int threads = (warps + 2) * 32;
-  /// Blocks of a multiprocessor, as registers (small groups take many) and shared memory allow.
+  /// Teams of a block, as registers (small groups take many) and shared memory allow.
   static constexpr bool many_scales = !P.folded && ((P.group <= 64 && (P.zeros || P.scale.bits == 32)) ||
                                                     (P.group <= 32 && P.value.bits == 8));
-  static constexpr int per_core = step_bytes < 8192 && tiles < (many_scales ? 2 : 4) ? 2 : 1;
-  /// A scheduler has a quarter of the registers, and of the warps, rounded up.
-  static constexpr int bounds = (per_core * threads + 127) / 128 * 128 / per_core;
+  static constexpr int teams = step_bytes < 8192 && tiles < (many_scales ? 2 : 4) ? 2 : 1;
   static constexpr int shared_tiles = tiles < 2 ? tiles : 2;  ///< of warps that share a group
   static constexpr int weight_bytes = warps * step_bytes;     ///< of a stage
   static constexpr int extras_at = weight_bytes, inputs_at = extras_at + warps * step_extra_bytes;
@@ -60,9 +59,9 @@ struct GemmTraits {
   static constexpr int input_bytes = tokens * input_stride(full_slices);
   static constexpr int stage_bytes = inputs_at + input_bytes;
   static constexpr int ring_bytes =
-      (per_core == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
+      (teams == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
   static constexpr int stages = ring_bytes / stage_bytes < 6 ? ring_bytes / stage_bytes : 6;
-  static constexpr int shared_bytes = stages * stage_bytes + static_cast<int>(sizeof(FewTables));
+  static constexpr int team_bytes = stages * stage_bytes, table_bytes = static_cast<int>(sizeof(FewTables));
   static_assert(stages >= 2 && stage_bytes % 128 == 0 &&
                 weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
 };
@@ -142,12 +141,12 @@ struct Runs {
   }
 };
 
-/// What the stages of a block hold, one after the other.
+/// The rounds of a block, one after the other. What they are does not depend on the team that takes them.
 template <class T>
 struct Rounds {
   int item, group, left;  ///< the next round's first group; groups of the block
   Round round;
-  int step;  ///< the stage's first one
+  int index = 0;  ///< of the round; groups 0: there are no more
 
   __device__ void begin(const GemmArgs& args, const Items& items) {
     const Runs<T> runs(items.count, args.groups);
@@ -155,17 +154,20 @@ struct Rounds {
     left = runs.first(args.groups, blockIdx.x + 1) - first;
     item = first / args.groups;
     group = first % args.groups;
-    begin_round(args, items);
+    find_round(args, items);
   }
 
-  __device__ void begin_round(const GemmArgs& args, const Items& items) {
-    step = 0;
+  __device__ void find_round(const GemmArgs& args, const Items& items) {
     round.groups = 0;
     if (left == 0) return;
     const Item tokens = items.at<T>(args, item);
     const int most = min(left, args.groups - group);
     int groups = T::warps, slices = 1;
     while (groups > most) groups /= 2, slices *= 2;
+    // The last rounds of several teams are short, so that these end together, but no shorter than 8 stages.
+    constexpr int least = T::tiles == 1 ? 1 : T::warps / T::full_slices;
+    if (blockDim.x > T::threads)
+      while (groups > least && 2 * groups > left && args.steps >= 16 * slices) groups /= 2, slices *= 2;
     while (slices > 1 && (tokens.count > T::shared_tiles * kTileTokens ||
                           tokens.count * T::input_stride(slices) > T::input_bytes))
       slices /= 2;
@@ -180,9 +182,8 @@ struct Rounds {
     if (group == args.groups) group = 0, ++item;
   }
 
-  __device__ void advance(const GemmArgs& args, const Items& items) {
-    step += round.slices;
-    if (step >= args.steps) begin_round(args, items);
+  __device__ void go_to(const GemmArgs& args, const Items& items, int to) {
+    for (; index < to && round.groups != 0; ++index) find_round(args, items);
   }
 };
 
@@ -199,16 +200,17 @@ struct Place {
   }
 };
 
-/// The stages in shared memory.
+/// A team's stages in shared memory. `known`: that rounds says what will be there.
 template <class T>
 struct RingState {
-  std::uint64_t full[T::stages], empty[T::stages];
+  std::uint64_t full[T::stages], empty[T::stages], known[T::stages];
   Round rounds[T::stages];
 
-  __device__ void init() {
-    if (threadIdx.x >= T::stages) return;
-    init_barrier(full + threadIdx.x, 1 + 32);
-    init_barrier(empty + threadIdx.x, T::warps);
+  __device__ void init(int thread) {
+    if (thread >= T::stages) return;
+    init_barrier(full + thread, 1 + 32);
+    init_barrier(empty + thread, T::warps);
+    init_barrier(known + thread, 1);
     publish_barriers();
   }
   /// What a stage belongs to.
@@ -222,38 +224,47 @@ struct RingState {
   }
 };
 
-/// Copies weights to the ring, a stage as soon as it has been read; by one warp.
+/// Copies weights to the ring, a stage as soon as it has been read; by one warp. `taken`: rounds of the
+/// block.
 template <class T>
-__device__ void copy_weights(const GemmArgs& args, const Items& items, RingState<T>& ring,
-                             std::byte* memory) {
+__device__ void copy_weights(const GemmArgs& args, const Items& items, RingState<T>& ring, std::byte* memory,
+                             int* taken) {
   const int lane = threadIdx.x % 32;
   const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
   Rounds<T> rounds;
   rounds.begin(args, items);
-  int filled = 0;
-  for (Place<T> place;; place.advance(), rounds.advance(args, items)) {
+  const Round& round = rounds.round;
+  int filled = 0, step = 0;
+  for (Place<T> place;; place.advance()) {
+    if (step == 0) {
+      int next = 0;
+      if (lane == 0) next = atomicAdd_block(taken, 1);
+      rounds.go_to(args, items, __shfl_sync(~0u, next, 0));
+    }
     if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
-    const Round& round = rounds.round;
     std::uint64_t* full = ring.full + place.index;
-    const int steps = min(static_cast<int>(round.slices), args.steps - rounds.step);
+    const int steps = min(static_cast<int>(round.slices), args.steps - step);
     if (lane == 0) {
       ring.rounds[place.index] = round;
+      arrive(ring.known + place.index);
       expect_bytes(full, steps * round.groups * (T::step_bytes + T::step_extra_bytes));
     }
     __syncwarp();
     if (round.groups == 0) return;
     if (lane < round.groups) {
-      const std::int64_t step = static_cast<std::int64_t>(round.group + lane) * args.steps + rounds.step;
+      const std::int64_t at = static_cast<std::int64_t>(round.group + lane) * args.steps + step;
       const std::byte* weights = args.weights + round.expert * args.expert_stride + begin;
       std::byte* to = memory + place.index * T::stage_bytes;
-      copy_bulk(to + lane * round.slices * T::step_bytes, weights + step * T::step_bytes,
-                steps * T::step_bytes, full);
+      copy_bulk(to + lane * round.slices * T::step_bytes, weights + at * T::step_bytes, steps * T::step_bytes,
+                full);
       if constexpr (T::P.apart())
         copy_bulk(to + T::extras_at + lane * round.slices * T::step_extra_bytes,
                   weights + static_cast<std::int64_t>(args.groups) * args.steps * T::step_bytes +
-                      step * T::step_extra_bytes,
+                      at * T::step_extra_bytes,
                   steps * T::step_extra_bytes, full);
     }
+    step += round.slices;
+    if (step >= args.steps) step = 0;
   }
 }
 
@@ -263,29 +274,32 @@ __device__ void copy_inputs(const GemmArgs& args, const Items& items, RingState<
   const int half = threadIdx.x % 32 / 16, column = threadIdx.x % 16 * 8;
   const GemmInputs& in = args.inputs;
   const std::uint16_t* rows[T::tokens / 2];  // of every second token
-  Rounds<T> rounds;
-  rounds.begin(args, items);
-  int filled = 0;
-  for (Place<T> place;; place.advance(), rounds.advance(args, items)) {
-    const Round& round = rounds.round;
-    if (round.groups != 0 && rounds.step == 0)
+  Round round;
+  int step = 0;
+  for (Place<T> place;; place.advance()) {
+    wait_barrier(ring.known + place.index, place.parity);
+    if (step == 0) {
+      round = ring.round_of(place);
+      if (round.groups != 0)
 #pragma unroll
-      for (int i = 0; i < T::tokens / 2; ++i) {
-        const int token = min(2 * i + half, round.count - 1);
-        rows[i] = in.rows + items.slot(round.first + token) / in.slots_of_row * in.stride + column;
-      }
-    if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
+        for (int i = 0; i < T::tokens / 2; ++i) {
+          const int token = min(2 * i + half, round.count - 1);
+          rows[i] = in.rows + items.slot(round.first + token) / in.slots_of_row * in.stride + column;
+        }
+    }
     std::byte* to = memory + place.index * T::stage_bytes + T::inputs_at +
                     half * T::input_stride(round.slices) + column * 2;
-    const int steps = round.groups == 0 ? 0 : min(static_cast<int>(round.slices), args.steps - rounds.step);
-    for (int step = 0; step < steps; ++step)
+    const int steps = round.groups == 0 ? 0 : min(static_cast<int>(round.slices), args.steps - step);
+    for (int slice = 0; slice < steps; ++slice)
 #pragma unroll
       for (int i = 0; i < T::tokens / 2; ++i)
         if (2 * i + half < round.count)
-          copy_16_bytes(to + 2 * i * T::input_stride(round.slices) + step * kRecordColumns * 2,
-                        rows[i] + (rounds.step + step) * kRecordColumns);
+          copy_16_bytes(to + 2 * i * T::input_stride(round.slices) + slice * kRecordColumns * 2,
+                        rows[i] + (step + slice) * kRecordColumns);
     arrive_after_copies(ring.full + place.index);
     if (round.groups == 0) return;
+    step += round.slices;
+    if (step >= args.steps) step = 0;
   }
 }
 

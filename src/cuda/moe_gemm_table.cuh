@@ -28,12 +28,13 @@ constexpr bool has_record_scales(SchemeId id) {
 template <class S, bool kWide, InputKind kInput, int kTiles>
 GemmKernel gemm_kernel() {
   using T = GemmTraits<S, kWide, kInput, kTiles>;
-  return {reinterpret_cast<const void*>(&moe_gemm<T>),
-          T::threads,
-          T::shared_bytes,
-          T::tokens,
-          T::per_core,
-          T::step_bytes};
+  return {.function = reinterpret_cast<const void*>(&moe_gemm<T>),
+          .threads = T::threads,
+          .shared_bytes = T::table_bytes,
+          .teams = T::teams,
+          .team_bytes = T::team_bytes,
+          .tokens = T::tokens,
+          .step_bytes = T::step_bytes};
 }
 
 template <class S, bool kWide, class Make>

@@ -15,7 +15,6 @@ GemmKernel warpgroup_kernel() {
             .threads = T::threads,
             .shared_bytes = T::shared_bytes,
             .tokens = T::tokens,
-            .per_core = 1,
             .step_bytes = T::step_bytes,
             .permuted = true};
   return {};

@@ -114,10 +114,10 @@ __device__ __forceinline__ Value read_by_lane_0(const Value& shared) {
   return reinterpret_cast<const Value&>(words);
 }
 
-/// A barrier for the first threads of a block.
+/// A barrier, one of 15, for some warps of a block.
 template <int kThreads>
-__device__ __forceinline__ void sync_threads() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+__device__ __forceinline__ void sync_threads(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
 /// What this thread did to shared memory comes before later copies in bulk.
