@@ -17,6 +17,7 @@ GemmKernel warpgroup_kernel() {
             .tokens = T::tokens,
             .per_core = 1,
             .step_bytes = T::step_bytes,
+            .tile_groups = T::groups,
             .permuted = true};
   return {};
 }
