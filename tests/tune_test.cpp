@@ -56,6 +56,35 @@ TEST_F(TuningFiles, ComeBackAsWritten) {
   EXPECT_EQ(back->find(TuningFile::key(spec_of(128), 2, 1)), nullptr);
 }
 
+TEST_F(TuningFiles, EntriesOfGpusLieBesideThoseOfCpus) {
+  TuningFile file;
+  file.set(TuningFile::key(spec_of(128), 2, 0), {.split = 4});
+  const CudaTuning tuning{CudaTuning::Body::warpgroups, 104};
+  file.set(TuningFile::cuda_key(spec_of(128), "a GPU", 9), tuning);
+  file.set(TuningFile::cuda_key(spec_of(128), "a GPU", 0), {});
+  ASSERT_TRUE(file.write(path()).ok());
+  const Result<TuningFile> back = TuningFile::read(path());
+  ASSERT_TRUE(back.ok()) << back.status().message();
+  const CudaTuning* found = back->find(TuningFile::cuda_key(spec_of(128), "a GPU", 9));
+  ASSERT_NE(found, nullptr);
+  EXPECT_EQ(*found, tuning);
+  EXPECT_EQ(*back->find(TuningFile::cuda_key(spec_of(128), "a GPU", 0)), CudaTuning());
+  EXPECT_EQ(back->find(TuningFile::cuda_key(spec_of(128), "another", 9)), nullptr);
+  EXPECT_EQ(back->find(TuningFile::cuda_key(spec_of(256), "a GPU", 9)), nullptr);
+  EXPECT_EQ(back->find(TuningFile::key(spec_of(128), 2, 0))->split, 4);
+
+  const std::string begin =
+      R"({"gatefold_tuning": 1, "entries": [)"
+      R"({"gpu":"x","scheme":"mxfp4","hidden":128,"intermediate":64,"experts":4,"top_k":2,)"
+      R"("tile_tokens":8,)";
+  EXPECT_TRUE(read(begin + R"("body":"warps","token_class":24}]})").ok());
+  for (const char* bad : {R"("body":"warp","token_class":0}]})", R"("body":"warps","token_class":25}]})",
+                          R"("token_class":0}]})", R"("body":1,"token_class":0}]})"}) {
+    const Status status = read(begin + bad);
+    EXPECT_NE(status.message().find("entry 0"), std::string::npos) << bad << status.message();
+  }
+}
+
 TEST_F(TuningFiles, BadOnesAreRefused) {
   const std::string begin = R"({"gatefold_tuning": 1, "entries": [)";
   const std::string entry =

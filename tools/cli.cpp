@@ -145,6 +145,11 @@ void add_run_options(CLI::App* command, Precision& precision, bool& weights_only
   command->add_flag("--weights-only", weights_only, "Leave activations unquantized");
 }
 
+void add_batch_invariant(CLI::App* command, bool& batch_invariant) {
+  command->add_flag("--batch-invariant", batch_invariant,
+                    "A token's result does not depend on the tokens beside it, on a GPU either");
+}
+
 void add_backend(CLI::App* command, Device& device) {
   command
       ->add_option_function<std::string>(

@@ -68,6 +68,8 @@ void add_quantize_options(CLI::App* command, QuantizeOptions& options);
 void add_run_options(CLI::App* command, Precision& precision, bool& weights_only);
 /// --backend cpu|cuda
 void add_backend(CLI::App* command, Device& device);
+/// --batch-invariant
+void add_batch_invariant(CLI::App* command, bool& batch_invariant);
 
 /// A table on stdout, row by row, so that long jobs show each row when it is done.
 class Table {

@@ -8,6 +8,7 @@ void add_model_options(CLI::App* command, ModelOptions& options) {
   add_directory(command, options.directory);
   add_backend(command, options.decoder.device);
   add_run_options(command, options.decoder.precision, options.decoder.weights_only);
+  add_batch_invariant(command, options.decoder.batch_invariant);
   add_quantize_options(command, options.decoder.quantize);
 }
 

@@ -14,7 +14,7 @@
 /// f32. The same input gives the same bits on every run and for every thread count, and a token's result does
 /// not depend on the other tokens of the call, except in schemes with one activation scale per tensor
 /// (Scheme::batch_dependent) without a static scale. On a GPU it does, by the rounding of f32 sums: how a sum
-/// is cut into parts follows from which experts are in use.
+/// is cut into parts follows from which experts are in use, unless PlanOptions::batch_invariant is set.
 
 #include <cstddef>
 #include <cstdint>
@@ -70,6 +70,25 @@ struct CpuTuning {
   int queues = 0;  ///< threads serve the queue of their own memory node first; 0: as many as there are nodes
 };
 
+/// How a CUDA plan multiplies: what decodes and multiplies weights, and how many tokens of an expert go
+/// together. Another choice sums in another order: results differ by the rounding of f32 sums. Of those by
+/// warpgroups, all sum in one order, which depends on the shape alone.
+struct CudaTuning {
+  enum class Body : std::uint8_t { warps, warpgroups };
+  Body body = Body::warps;
+  int tile_tokens = 8;
+  friend bool operator==(const CudaTuning&, const CudaTuning&) = default;
+};
+/// "warps, 8 tokens".
+std::string describe(const CudaTuning& tuning);
+
+/// One of the choices that a CUDA plan has.
+struct CudaCandidate {
+  CudaTuning tuning;
+  double clocks = 0;    ///< of the routed experts' multiplies in one call, as predicted
+  bool chosen = false;  ///< by tune(), or because it is the least
+};
+
 struct PlanOptions {
   int max_tokens = 512;
   int threads = 0;  ///< 0: OpenMP's default at creation
@@ -77,7 +96,14 @@ struct PlanOptions {
   bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
   bool debug_workspace = false;  ///< canaries around every buffer, poison before each run, checks after
   std::optional<CpuTuning> tuning = {};  ///< none: what tune() found for this shape, else defaults
-  std::string kernel = {};               ///< only kernels whose name contains this; empty: the best
+  /// For all token counts; none: what tune() found for this shape and count, else what is predicted to be
+  /// fastest.
+  std::optional<CudaTuning> cuda_tuning = {};
+  /// A token's result has the same bits whatever other tokens are in the call (but in schemes that are
+  /// Scheme::batch_dependent, without a static scale). CPU plans always do that; a CUDA plan multiplies all
+  /// token counts by warpgroups then, which costs time where there are few tokens an expert.
+  bool batch_invariant = false;
+  std::string kernel = {};  ///< only kernels whose name contains this; empty: the best
 };
 
 /// The weights of one layer, packed for one device: records scheme, packed layout and spec. Immutable after
@@ -166,7 +192,10 @@ class MoePlan {
   const MoeSpec& spec() const;
   const Device& device() const;
   int max_tokens() const;
-  /// Which kernel runs, why each other one does not, the sizes of all workspace buffers.
+  /// What a CUDA plan could do with so many tokens (1..max_tokens), and what it does. Empty on a CPU.
+  std::vector<CudaCandidate> candidates(int tokens) const;
+  /// Which kernel runs, why each other one does not, the sizes of all workspace buffers; on a GPU, the
+  /// candidates for some token counts.
   std::string describe() const;
 
  private:

@@ -1,4 +1,5 @@
 // The functions of gatefold/cuda*.h, and the list of kernels, in a build without CUDA.
+#include "gatefold/cuda_linear.h"
 #include "gatefold/cuda_quantize.h"
 
 #include <vector>
@@ -40,6 +41,45 @@ Result<ActivationLayout> activation_layout(SchemeId, std::int64_t, std::int64_t)
 Status quantize_activations(SchemeId, const QuantizeInputs&, const QuantizeOutputs&, std::span<std::byte>,
                             Stream) {
   return absent();
+}
+
+struct LinearWeights::State {
+  LinearShape shape;
+};
+Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const>, int) {
+  return absent();
+}
+const LinearShape& LinearWeights::shape() const {
+  return state_->shape;
+}
+int LinearWeights::device() const {
+  return 0;
+}
+std::size_t LinearWeights::packed_bytes() const {
+  return 0;
+}
+struct LinearPlan::State {
+  LinearShape shape;
+};
+Result<LinearPlan> LinearPlan::create(const LinearShape&, const LinearOptions&, int) {
+  return absent();
+}
+std::size_t LinearPlan::workspace_bytes() const {
+  return 0;
+}
+Status LinearPlan::grouped_gemm(const LinearWeights&, const LinearInputs&, const MutableMatrixView&,
+                                std::span<std::byte>, Stream) const {
+  return absent();
+}
+Status LinearPlan::scaled_mm(const LinearWeights&, const LinearInputs&, const MutableMatrixView&,
+                             std::span<std::byte>, Stream) const {
+  return absent();
+}
+const LinearShape& LinearPlan::shape() const {
+  return state_->shape;
+}
+std::vector<CudaCandidate> LinearPlan::candidates(int) const {
+  return {};
 }
 
 struct Timer::State {};

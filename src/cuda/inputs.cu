@@ -91,9 +91,21 @@ __device__ __forceinline__ float amax_of_pieces(const Row& row, std::int64_t k, 
   return amax;
 }
 
-__device__ bool is_there(const InputArgs& args, std::int64_t row) {
-  return args.ids == nullptr ||
-         static_cast<std::uint32_t>(args.ids[row]) < static_cast<std::uint32_t>(args.experts);
+/// The expert of a row, which all threads of a block find together; -1: the row is not there.
+__device__ int expert_of(const InputArgs& args, std::int64_t row) {
+  int expert = 0;
+  if (args.ids != nullptr) {
+    expert = args.ids[row];
+  } else if (args.offsets != nullptr) {
+    for (int begin = 0; begin < args.experts; begin += kThreads) {
+      const int e = begin + static_cast<int>(threadIdx.x);
+      expert += __syncthreads_count(e < args.experts && args.offsets[e + 1] <= row);
+    }
+    if (expert < args.experts && row < args.offsets[expert]) return -1;
+  } else {
+    return 0;
+  }
+  return static_cast<std::uint32_t>(expert) < static_cast<std::uint32_t>(args.experts) ? expert : -1;
 }
 
 __device__ __forceinline__ void wait_and_let_start(const InputArgs& args) {
@@ -105,7 +117,7 @@ __device__ __forceinline__ void wait_and_let_start(const InputArgs& args) {
 __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
   wait_and_let_start(args);
   float amax = 0;
-  if (is_there(args, blockIdx.x))
+  if (expert_of(args, blockIdx.x) >= 0)
     amax = amax_of_pieces(Row(args, blockIdx.x), threadIdx.x * kPerThread, kPiece, {});
   amax = max_over_block(amax);
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
@@ -136,7 +148,8 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   wait_and_let_start(args);
 
   const Row row(args, blockIdx.x / blocks);
-  if (!is_there(args, row.row)) return;
+  const int expert = expert_of(args, row.row);
+  if (expert < 0) return;
   std::int64_t k = block * kPiece + static_cast<std::int64_t>(threadIdx.x) * kPerThread;
   const std::int64_t step = static_cast<std::int64_t>(blocks) * kPiece;
   float x[kPerThread];
@@ -145,10 +158,15 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   RowScales scales;
   if constexpr (with_row_scales) {
     if (with_static) {
-      scales = RowScales::of_static(args.static_scales[args.ids[row.row]]);
+      scales = RowScales::of_static(args.static_scales[expert]);
     } else if constexpr (a.group.n == 0) {
       float amax = 0;
-      for (std::int64_t i = threadIdx.x; i < args.x.rows; i += kThreads) amax = fmaxf(amax, args.amax[i]);
+      std::int64_t first = 0, end = args.x.rows;
+      if (args.offsets != nullptr) {
+        first = max(args.offsets[expert], 0);
+        end = min(end, static_cast<std::int64_t>(args.offsets[expert + 1]));
+      }
+      for (std::int64_t i = first + threadIdx.x; i < end; i += kThreads) amax = fmaxf(amax, args.amax[i]);
       scales = RowScales::of_amax<Activation>(max_over_block(amax));
     } else {
       scales = RowScales::of_amax<Activation>(max_over_cluster(amax_of_pieces(row, k + step, step, x)));

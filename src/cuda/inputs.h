@@ -13,9 +13,6 @@
 
 namespace gatefold::cuda {
 
-/// The order of columns within 128: as they are, or that of PackedFormat::position.
-enum class ColumnOrder : std::uint8_t { plain, permuted, permuted_folded };
-
 struct InputArgs {
   Operand activation;        ///< what rows are rounded to (effective_activation)
   MatrixView x;              ///< [.., k]; rows: of the result
@@ -23,6 +20,9 @@ struct InputArgs {
   /// [rows], where rows are slots: those of ids that no expert has are not there.
   const std::int32_t* ids = nullptr;
   std::int32_t experts = 0;
+  /// [experts + 1], where rows are in groups: expert e's are [offsets[e], offsets[e + 1]), and the others are
+  /// not there. Scales per tensor are of a group then.
+  const std::int32_t* offsets = nullptr;
   const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic
   float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
   /// Whether the next kernel may start before the previous one is done: what it reads early is older.

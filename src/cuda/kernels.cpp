@@ -21,7 +21,7 @@ std::span<const KernelInfo> cuda_kernels() {
     std::vector<KernelInfo> kernels;
     for_each_scheme([&]<class S>() {
       kernels.push_back({fmt::format("cuda.sm_90a.{}", S::scheme.name), S::id, Device::Kind::cuda, &layout,
-                         cuda::refuses, cuda::layer_workspace, cuda::layer});
+                         cuda::refuses, cuda::layer_workspace, cuda::layer, cuda::prepare_layer});
     });
     return kernels;
   }();

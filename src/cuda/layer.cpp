@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 
-#include "cuda/inputs.h"
+#include "cuda/gemm_choice.h"
+#include "cuda/input_buffers.h"
 #include "cuda/moe_gemm.h"
 #include "cuda/routing.h"
 #include "cuda/slots.h"
@@ -13,45 +13,6 @@
 
 namespace gatefold::cuda {
 namespace {
-
-template <class T>
-struct Buffer {
-  std::size_t offset = 0;
-  T* at(std::byte* base) const { return reinterpret_cast<T*>(base + offset); }
-};
-
-/// Tokens of an expert up to which warps multiply by themselves (moe_gemm.cuh).
-constexpr int kMostOfWarps = 16;
-
-constexpr std::int64_t padded(std::int64_t k) {
-  return (k + kRecordColumns - 1) / kRecordColumns * kRecordColumns;
-}
-
-/// Rows of one operand: what inputs.h writes and a multiply reads.
-struct InputBuffers {
-  Operand activation;
-  std::int64_t stride = 0;
-  Buffer<std::uint16_t> rows;
-  Buffer<float> row_scales, record_scales, amax;
-
-  InputBuffers() = default;
-  InputBuffers(std::string_view name, const Operand& a, std::size_t count, std::int64_t k,
-               WorkspaceLayout& layout)
-      : activation(a), stride(padded(k)) {
-    rows = {layout.add<std::uint16_t>(name, count * static_cast<std::size_t>(stride))};
-    row_scales = {layout.add<float>("row_scales", has_row_scales(a) ? count : 0)};
-    record_scales = {layout.add<float>(
-        "record_scales",
-        has_record_scales(a) ? count * static_cast<std::size_t>(stride / kRecordColumns) : 0)};
-    amax = {layout.add<float>("row_amax", a.quantized() && a.group.n == 0 ? count : 0)};
-  }
-  GemmInputs gemm(std::byte* base) const {
-    return {.rows = rows.at(base),
-            .stride = stride,
-            .row_scales = has_row_scales(activation) ? row_scales.at(base) : nullptr,
-            .record_scales = has_record_scales(activation) ? record_scales.at(base) : nullptr};
-  }
-};
 
 /// The buffers of one feed-forward network over `rows` rows: routed slots, or all tokens.
 struct FfnBuffers {
@@ -79,6 +40,7 @@ struct LayerBuffers {
       route_scratch;
   Buffer<float> topk_weights, logits;
   Buffer<Item> items;
+  std::int32_t most_items = 0;
   Buffer<std::int32_t> item_count;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
@@ -100,7 +62,8 @@ struct LayerBuffers {
         layout.add<std::int32_t>("route_scratch", route_scratch_words(options.max_tokens, spec.experts))};
     logits = {layout.add<float>("router_logits", tokens * experts)};
     // An item more than full ones for each expert that has slots.
-    items = {layout.add<Item>("items", std::min(experts, slots) + slots / kTileTokens)};
+    most_items = static_cast<std::int32_t>(std::min(experts, slots) + slots / kTileTokens);
+    items = {layout.add<Item>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
     routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
                         layout);
@@ -110,24 +73,37 @@ struct LayerBuffers {
   }
 };
 
+/// What a plan keeps.
+struct LayerPlan final : KernelPlan {
+  LayerBuffers buffers;
+  GemmTable routed;
+  std::optional<GemmTable> shared;
+
+  LayerPlan(const LayerBuffers& b, GemmTable of_routed) : buffers(b), routed(std::move(of_routed)) {}
+  std::vector<CudaCandidate> candidates(int tokens) const override { return routed.candidates(tokens); }
+};
+
 /// Launches the kernels of one call; the first error ends it.
 class LayerRun {
  public:
-  LayerRun(const MoeCall& call, const LayerBuffers& buffers)
+  LayerRun(const MoeCall& call, const LayerPlan& plan)
       : call_(call),
         spec_(call.spec),
         state_(call.weights),
         weights_(DeviceWeights::of(call.weights)),
-        b_(buffers),
+        plan_(plan),
+        b_(plan.buffers),
         base_(call.workspace),
         stream_(native(call.stream)),
         tokens_(static_cast<std::int32_t>(call.inputs.hidden.rows)),
-        slots_(tokens_ * call.spec.top_k) {}
+        slots_(tokens_ * call.spec.top_k),
+        choice_(plan.routed.at(tokens_)) {}
 
   Status run() {
     const bool per_slot = b_.may_be_static && state_.static_input_scales;
     const GemmRouting by_gate_up = route(per_slot);
-    const auto [gate_up, down] = find(b_.routed, weights_.gate_up, weights_.down);
+    const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
+                     down = choice_.kernel(weights_.down.wide);
     if (!few()) launched(cut_items(gate_up), "cut tokens into items");
 
     GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up));
@@ -135,13 +111,13 @@ class LayerRun {
     first.bias = weights_.gate_bias;
     first.up_bias = weights_.up_bias;
     if (!per_slot) first.inputs.slots_of_row = spec_.top_k;
-    if (!gate_up.permuted && takes_hidden_states(b_.routed.in)) {
+    if (!gate_up.permuted && b_.routed.in.are(call_.inputs.hidden)) {
       first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
       // The kernel before may have written the logits, the ids or the items.
       first.routed_early = false;
     } else {
-      InputArgs in = rows(b_.routed.in, call_.inputs.hidden, per_slot ? slots_ : tokens_);
-      in.order = order(b_.routed, gate_up);
+      InputArgs in = b_.routed.in.args(base_, call_.inputs.hidden, per_slot ? slots_ : tokens_);
+      in.order = gate_up.order(b_.routed.scheme);
       if (per_slot) {
         of_slots(in);
         in.divisor = spec_.top_k;
@@ -168,49 +144,13 @@ class LayerRun {
   int multiprocessors() const { return weights_.device().multiprocessors; }
 
   /// Whether thread blocks of the multiplies find the experts of slots themselves.
-  bool few() const { return slots_ <= kFewSlots && spec_.experts <= kFewExperts; }
+  bool few() const { return slots_ <= kFewSlots && spec_.experts <= kFewExperts && choice_.whole; }
   /// Of each slot, as given or as routed.
   const std::int32_t* ids() const {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_ids : b_.topk_ids.at(base_);
   }
   const float* slot_weights() const {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_weights : b_.topk_weights.at(base_);
-  }
-
-  struct Kernels {
-    GemmKernel gate_up, down;
-  };
-  /// For as many tokens as most experts have, if all are equally likely.
-  Kernels find(const FfnBuffers& ffn, const DeviceMatrices& gate_up, const DeviceMatrices& down) const {
-    const double mean = &ffn == &b_.routed ? static_cast<double>(slots_) / spec_.experts : tokens_;
-    const auto most = static_cast<int>(std::min<double>(tokens_, mean + 2.8 * std::sqrt(mean)));
-    const InputKind kind = input_kind(ffn.in.activation);
-    if (most > kMostOfWarps) {
-      Kernels found{find_warpgroup_gemm(ffn.scheme, gate_up.wide, kind, most),
-                    find_warpgroup_gemm(ffn.scheme, down.wide, kind, most)};
-      for (GemmKernel* kernel : {&found.gate_up, &found.down})
-        if (&ffn == &b_.routed && !few()) kernel->tokens = std::min(kernel->tokens, tile_tokens(most));
-      if (found.gate_up.function != nullptr && found.down.function != nullptr) return found;
-    }
-    return {find_gemm(ffn.scheme, gate_up.wide, kind, most), find_gemm(ffn.scheme, down.wide, kind, most)};
-  }
-  /// Of items, where most experts have at most so many: fewer leave the ring more stages.
-  static int tile_tokens(int most) {
-    return most <= 32 ? 32 : most <= kFewTokensOfTile ? kFewTokensOfTile : 128;
-  }
-  /// In which inputs of a kernel lie.
-  static ColumnOrder order(const FfnBuffers& ffn, const GemmKernel& kernel) {
-    return !kernel.permuted                                            ? ColumnOrder::plain
-           : packed_format(gatefold::scheme(ffn.scheme).weight).folded ? ColumnOrder::permuted_folded
-                                                                       : ColumnOrder::permuted;
-  }
-
-  /// Whether the multiply can read the hidden states as they are.
-  bool takes_hidden_states(const InputBuffers& in) const {
-    const MatrixView& x = call_.inputs.hidden;
-    const DType dtype = in.activation.value == formats::f16 ? DType::f16 : DType::bf16;
-    return !in.activation.quantized() && x.dtype == dtype && in.stride == spec_.hidden &&
-           reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0;
   }
 
   /// Expert ids and weights of every token, and, unless there are few, slots in the order of experts; or else
@@ -232,7 +172,7 @@ class LayerRun {
                "compute router logits");
       logits = b_.logits.at(base_);
     }
-    if (few() && tokens_ <= kFewTokens && !per_slot)
+    if (few() && choice_.tuning.tile_tokens == kFewTokens && tokens_ <= kFewTokens && !per_slot)
       return {.logits = logits,
               .correction_bias = weights_.correction_bias,
               .topk_ids = b_.topk_ids.at(base_),
@@ -277,6 +217,8 @@ class LayerRun {
     return launch_items({.active_experts = b_.active_experts.at(base_),
                          .active_count = b_.active_count.at(base_),
                          .expert_offsets = b_.expert_offsets.at(base_),
+                         .rows = slots_,
+                         .most_items = b_.most_items,
                          .items = b_.items.at(base_),
                          .item_count = b_.item_count.at(base_),
                          .tokens = kernel.tokens},
@@ -287,17 +229,6 @@ class LayerRun {
   void of_slots(InputArgs& args) const {
     args.ids = ids();
     args.experts = spec_.experts;
-  }
-
-  InputArgs rows(const InputBuffers& to, const MatrixView& x, std::int64_t count) const {
-    InputArgs args{.activation = to.activation, .x = x};
-    args.x.rows = count;
-    args.amax = to.amax.at(base_);
-    args.rows = to.rows.at(base_);
-    args.stride = to.stride;
-    args.row_scales = to.row_scales.at(base_);
-    args.record_scales = to.record_scales.at(base_);
-    return args;
   }
 
   /// A multiply of all rows by one expert, without biases.
@@ -348,8 +279,8 @@ class LayerRun {
 
   void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static, const GemmKernel& down) {
     if (!ffn.mid.activation.quantized()) return;
-    InputArgs mid = rows(ffn.mid, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
-    mid.order = order(ffn, down);
+    InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
+    mid.order = down.order(ffn.scheme);
     mid.start_next_early = true;
     if (&ffn == &b_.routed) of_slots(mid);
     if (with_static) mid.static_scales = weights_.mid_scales;
@@ -358,9 +289,11 @@ class LayerRun {
 
   void run_shared() {
     const FfnBuffers& ffn = b_.shared;
-    const auto [gate_up, down] = find(ffn, weights_.shared_gate_up, weights_.shared_down);
-    InputArgs in = rows(ffn.in, call_.inputs.hidden, tokens_);
-    in.order = order(ffn, gate_up);
+    const GemmChoice& choice = plan_.shared->at(tokens_);
+    const GemmKernel gate_up = choice.kernel(weights_.shared_gate_up.wide),
+                     down = choice.kernel(weights_.shared_down.wide);
+    InputArgs in = ffn.in.args(base_, call_.inputs.hidden, tokens_);
+    in.order = gate_up.order(ffn.scheme);
     launched(launch_inputs(in, stream_), "round shared inputs");
     launched(launch_gemm(gate_up, gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up), multiprocessors(),
                          stream_),
@@ -389,10 +322,12 @@ class LayerRun {
   const MoeSpec& spec_;
   const ExpertWeights::State& state_;
   const DeviceWeights& weights_;
+  const LayerPlan& plan_;
   const LayerBuffers& b_;
   std::byte* base_;
   cudaStream_t stream_;
   std::int32_t tokens_, slots_;
+  const GemmChoice& choice_;
   Status status_;
 };
 
@@ -416,11 +351,40 @@ void layer_workspace(const MoeSpec& spec, const PlanOptions& options, WorkspaceL
   LayerBuffers(spec, options, layout);
 }
 
+Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, const PlanOptions& options,
+                                                        const Device& device, const CudaTunings& tuned) {
+  const auto info = device_info(device.index);
+  if (!info) return info.status();
+  const DeviceGuard guard(device.index);
+  GemmTableOptions choose{.max_tokens = options.max_tokens,
+                          .forced = options.cuda_tuning,
+                          .tuned = tuned,
+                          .batch_invariant = options.batch_invariant};
+  const auto work = [&](SchemeId id, std::int64_t width, int experts, int top_k) {
+    return GemmWork{.scheme = id,
+                    .input = input_kind(effective_activation(id, spec, options)),
+                    .experts = experts,
+                    .top_k = top_k,
+                    .multiplies = {{width, spec.hidden, 2}, {spec.hidden, width, 1}}};
+  };
+  auto routed =
+      GemmTable::create(work(spec.scheme, spec.intermediate, spec.experts, spec.top_k), *info, choose);
+  if (!routed) return routed.status();
+  WorkspaceLayout layout(options.debug_workspace);
+  auto plan = std::make_shared<LayerPlan>(LayerBuffers(spec, options, layout), std::move(*routed));
+  if (const SharedExpert& shared = spec.shared; shared.intermediate != 0) {
+    choose.forced.reset();
+    choose.tuned = {};
+    auto table = GemmTable::create(work(shared.scheme, shared.intermediate, 1, 1), *info, choose);
+    if (!table) return table.status();
+    plan->shared = std::move(*table);
+  }
+  return std::shared_ptr<const KernelPlan>(std::move(plan));
+}
+
 Status layer(const MoeCall& call) {
-  WorkspaceLayout layout(call.options.debug_workspace);
-  const LayerBuffers buffers(call.spec, call.options, layout);
   const DeviceGuard guard(call.weights.device.index);
-  return LayerRun(call, buffers).run();
+  return LayerRun(call, static_cast<const LayerPlan&>(*call.plan)).run();
 }
 
 }  // namespace gatefold::cuda

@@ -39,13 +39,13 @@ GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int 
                      find_warpgroup_gemm_fp4>(scheme, wide, input, tokens);
 }
 
+cudaError_t prepare_gemm(const GemmKernel& kernel) {
+  return cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kernel.shared_bytes + kernel.teams * kernel.team_bytes);
+}
+
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
                         cudaStream_t stream) {
-  // Once would do; it costs little, and every device needs it.
-  if (const auto error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              kernel.shared_bytes + kernel.teams * kernel.team_bytes);
-      error != cudaSuccess)
-    return error;
   GemmArgs own = args;
   own.tile_tokens = kernel.tokens;
   void* parameters[] = {&own};

@@ -75,6 +75,9 @@ struct GemmArgs {
 /// What a multiply's inputs are.
 enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales };
 
+/// The order of columns within 128: as they are, or that of PackedFormat::position.
+enum class ColumnOrder : std::uint8_t { plain, permuted, permuted_folded };
+
 inline constexpr int kTileTokens = 8;
 
 struct GemmKernel {
@@ -83,8 +86,16 @@ struct GemmKernel {
   int teams = 1, team_bytes = 0;      ///< the most of a block
   int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
   int step_bytes = 0;
+  int tile_groups = 1;  ///< groups of units that a block multiplies together
   /// Inputs, and what gate and up leave for down, have their columns in the order of PackedFormat::position.
   bool permuted = false;
+
+  /// In which its inputs lie.
+  ColumnOrder order(SchemeId id) const {
+    return !permuted                                           ? ColumnOrder::plain
+           : packed_format(gatefold::scheme(id).weight).folded ? ColumnOrder::permuted_folded
+                                                               : ColumnOrder::permuted;
+  }
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
@@ -94,6 +105,8 @@ inline constexpr int kFewTokensOfTile = 56;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
+/// Once for each device, before the first launch.
+cudaError_t prepare_gemm(const GemmKernel& kernel);
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
                         cudaStream_t stream);
 

@@ -51,12 +51,11 @@ __device__ __forceinline__ void finish_gate_up(const GemmArgs& args, int expert,
 __device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, int unit, int slot,
                                             const float (&sums)[2]) {
   const int row = unit * kUnitRows + threadIdx.x % 32 / 4;
-  float* out = static_cast<float*>(args.out) + static_cast<std::int64_t>(slot) * args.out_stride;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (row + 8 * half < args.rows)
-      out[row + 8 * half] =
-          sums[half] + (args.bias == nullptr ? 0.0f : args.bias[expert * args.rows + row + 8 * half]);
+      store(args, slot, row + 8 * half,
+            sums[half] + (args.bias == nullptr ? 0.0f : args.bias[expert * args.rows + row + 8 * half]));
 }
 
 /// The two rows and two columns that this lane has of a unit and tile.

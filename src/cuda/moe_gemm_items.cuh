@@ -163,7 +163,7 @@ __device__ __forceinline__ Items find_items(const GemmArgs& args, FewTables& tab
     return {tables.items, tables.slots, count};
   }
   if (args.items != nullptr) return {args.items, args.sorted_slots, *args.item_count};
-  return {nullptr, nullptr, (args.slots + T::tokens - 1) / T::tokens};
+  return {nullptr, nullptr, (args.slots + args.tile_tokens - 1) / args.tile_tokens};
 }
 
 }  // namespace gatefold::cuda

@@ -86,11 +86,10 @@ struct Items {
   const std::int32_t* slots = nullptr;  ///< [positions], nullptr: the same
   int count = 0;
 
-  template <class T>
   __device__ __forceinline__ Item at(const GemmArgs& args, int i) const {
     if (items != nullptr) return items[i];
-    const int first = i * T::tokens;
-    return {0, static_cast<std::int16_t>(min(T::tokens, args.slots - first)), first};
+    const int first = i * args.tile_tokens;
+    return {0, static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first};
   }
   __device__ __forceinline__ int slot(int position) const {
     return slots == nullptr ? position : slots[position];
@@ -160,7 +159,7 @@ struct Rounds {
   __device__ void find_round(const GemmArgs& args, const Items& items) {
     round.groups = 0;
     if (left == 0) return;
-    const Item tokens = items.at<T>(args, item);
+    const Item tokens = items.at(args, item);
     const int most = min(left, args.groups - group);
     int groups = T::warps, slices = 1;
     while (groups > most) groups /= 2, slices *= 2;

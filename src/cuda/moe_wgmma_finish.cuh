@@ -36,9 +36,7 @@ __device__ __forceinline__ void finish_channels(const GemmArgs& args, int expert
   }
   const bool bf16 = args.out_dtype == DType::bf16;
   auto* out = static_cast<std::uint16_t*>(args.out) + row;
-  const std::uint32_t both = narrow(values[0], bf16) | static_cast<std::uint32_t>(narrow(values[1], bf16))
-                                                           << 16;
-  *reinterpret_cast<std::uint32_t*>(out + P.position(channel)) = both;
+  *reinterpret_cast<std::uint32_t*>(out + P.position(channel)) = narrow_pair(values[0], values[1], bf16);
   if (unit + 1 < args.groups * kGroupUnits) return;
     // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
 #pragma unroll 1
@@ -58,12 +56,17 @@ __device__ __forceinline__ void finish_rows(const GemmArgs& args, int expert, in
     if constexpr (T::P.row_scale) values[i] *= row_scales[4 * part + i];
     if (args.bias != nullptr && first + i < args.rows) values[i] += args.bias[expert * args.rows + first + i];
   }
-  float* out = static_cast<float*>(args.out) + static_cast<std::int64_t>(slot) * args.out_stride + first;
-  if (args.out_stride % 4 == 0 && first < args.rows) {
-    *reinterpret_cast<float4*>(out) = {values[0], values[1], values[2], values[3]};
-  } else {
+  const std::int64_t at = static_cast<std::int64_t>(slot) * args.out_stride + first;
+  if (args.out_stride % 4 != 0 || first >= args.rows) {
     for (int i = 0; i < 4; ++i)
-      if (first + i < args.rows) out[i] = values[i];
+      if (first + i < args.rows) store(args, slot, first + i, values[i]);
+  } else if (args.out_dtype == DType::f32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = {values[0], values[1], values[2],
+                                                                      values[3]};
+  } else {
+    const bool bf16 = args.out_dtype == DType::bf16;
+    *reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(args.out) + at) = {
+        narrow_pair(values[0], values[1], bf16), narrow_pair(values[2], values[3], bf16)};
   }
 }
 

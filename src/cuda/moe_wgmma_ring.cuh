@@ -80,7 +80,7 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, const Items& items
   if (i >= items.count * per_item) return {};
   const int band = i / (band_items * per_item), rest = i % (band_items * per_item);
   const int width = min(band_items, items.count - band * band_items);
-  const Item item = items.template at<T>(args, band * band_items + rest % width);
+  const Item item = items.at(args, band * band_items + rest % width);
   return {item.expert, item.count, item.first, rest / width * T::groups};
 }
 

@@ -16,6 +16,7 @@ GemmKernel warpgroup_kernel() {
             .shared_bytes = T::shared_bytes,
             .tokens = T::tokens,
             .step_bytes = T::step_bytes,
+            .tile_groups = T::groups,
             .permuted = true};
   return {};
 }

@@ -42,6 +42,10 @@ __device__ __forceinline__ std::uint16_t narrow(float x, bool bf16) {
   return y;
 }
 
+__device__ __forceinline__ std::uint32_t narrow_pair(float low, float high, bool bf16) {
+  return narrow(low, bf16) | static_cast<std::uint32_t>(narrow(high, bf16)) << 16;
+}
+
 __device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }

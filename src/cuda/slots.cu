@@ -32,20 +32,22 @@ constexpr int kItemThreads = 256;
 __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int active = *args.active_count;
+  const bool all_of_them = args.active_experts == nullptr;
+  const int active = all_of_them ? args.experts : *args.active_count;
   int count = 0;
   for (int begin = 0; begin < active; begin += kItemThreads) {
     const int i = begin + threadIdx.x;
-    const int expert = i < active ? args.active_experts[i] : 0;
-    const int first = args.expert_offsets[expert], last = args.expert_offsets[expert + 1];
+    const int expert = i >= active ? 0 : all_of_them ? i : args.active_experts[i];
+    const int first = max(args.expert_offsets[expert], 0),
+              last = max(min(args.expert_offsets[expert + 1], args.rows), first);
     int all = 0, at = count + exclusive_sum<kItemThreads>(
                                   i < active ? (last - first + args.tokens - 1) / args.tokens : 0, &all);
-    for (int token = first; i < active && token < last; token += args.tokens)
+    for (int token = first; i < active && token < last && at < args.most_items; token += args.tokens)
       args.items[at++] = {static_cast<std::int16_t>(expert),
                           static_cast<std::int16_t>(min(args.tokens, last - token)), token};
     count += all;
   }
-  if (threadIdx.x == 0) *args.item_count = count;
+  if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
 }
 
 constexpr int kCombineThreads = 128;

@@ -11,9 +11,12 @@ namespace gatefold::cuda {
 
 /// Cuts the tokens of every expert in use into items of at most `tokens`, experts in ascending order.
 struct ItemArgs {
-  const std::int32_t* active_experts = nullptr;
+  const std::int32_t* active_experts = nullptr;  ///< nullptr: all of them, 0 .. experts - 1
   const std::int32_t* active_count = nullptr;
-  const std::int32_t* expert_offsets = nullptr;
+  std::int32_t experts = 0;
+  const std::int32_t* expert_offsets = nullptr;  ///< [experts + 1]; what is outside of [0, rows] is cut off
+  std::int32_t rows = 0;
+  std::int32_t most_items = 0;  ///< that there is room for
   Item* items = nullptr;
   std::int32_t* item_count = nullptr;
   std::int32_t tokens = kTileTokens;

@@ -101,6 +101,11 @@ Status DeviceWeights::finish(const ExpertWeights::State& state) {
   const DeviceGuard guard(device_.index);
   if (Status status = find_matrices(state); !status.ok()) return status;
   if (Status status = copy_vectors(state); !status.ok()) return status;
+  return finish_packing();
+}
+
+Status DeviceWeights::finish_packing() {
+  const DeviceGuard guard(device_.index);
   if (Status status = synchronize(); !status.ok()) return status;
   for (Staging& staging : staging_) {
     if (staging.stream == nullptr) continue;

@@ -30,6 +30,8 @@ class DeviceWeights final : public WeightMemory {
   std::size_t bytes() const override { return memory_.bytes(); }
   Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) override;
   Status finish(const ExpertWeights::State& state) override;
+  /// Waits until all matrices are packed, and frees what that took.
+  Status finish_packing();
   std::string describe() const override;
 
   const DeviceInfo& device() const { return device_; }

@@ -229,6 +229,7 @@ Result<std::shared_ptr<Decoder::State>> load_state(const Checkpoint& checkpoint,
                                  .precision = options.precision,
                                  .weights_only = options.weights_only,
                                  .debug_workspace = false,
+                                 .batch_invariant = options.batch_invariant,
                                  .kernel = {}};
   for (int i = 0; i < config.layers; ++i) {
     if (!config.is_moe[i]) continue;

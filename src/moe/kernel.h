@@ -2,14 +2,30 @@
 /// \file
 /// The seam between plans and backends: a backend is a list of KernelInfo, best first.
 
+#include <array>
+#include <bit>
 #include <string>
 
 #include "gatefold/moe.h"
+#include "moe/debug_workspace.h"
 #include "moe/routing.h"
 #include "moe/weights.h"
-#include "moe/workspace.h"
 
 namespace gatefold {
+
+/// Classes of token counts that CUDA plans are tuned by: 1, 2, 3-4, 5-8, 9-16, ..
+inline constexpr int kCudaTokenClasses = 25;
+constexpr int cuda_token_class(std::int64_t tokens) {
+  return std::bit_width(static_cast<std::uint64_t>(tokens) - 1);
+}
+using CudaTunings = std::array<std::optional<CudaTuning>, kCudaTokenClasses>;
+
+/// What a kernel makes once for all calls of a plan.
+class KernelPlan {
+ public:
+  virtual ~KernelPlan() = default;
+  virtual std::vector<CudaCandidate> candidates(int tokens) const = 0;
+};
 
 /// One call of a layer, checked: shapes agree with the spec, ids are in range, tokens <= max_tokens.
 struct MoeCall {
@@ -21,6 +37,7 @@ struct MoeCall {
   const MoeOutputs& outputs;
   std::byte* workspace;  ///< aligned; of the layout that KernelInfo::workspace declares
   cuda::Stream stream;
+  const KernelPlan* plan;  ///< what KernelInfo::prepare made
 };
 
 struct KernelInfo {
@@ -34,6 +51,10 @@ struct KernelInfo {
   void (*workspace)(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout);
   /// Allocates nothing, throws nothing. On a GPU it returns before the work is done.
   Status (*launch)(const MoeCall& call);
+  /// nullptr: a plan keeps nothing. `tuned`: what tune() found.
+  Result<std::shared_ptr<const KernelPlan>> (*prepare)(const MoeSpec& spec, const PlanOptions& options,
+                                                       const Device& device,
+                                                       const CudaTunings& tuned) = nullptr;
 };
 
 /// Best first.

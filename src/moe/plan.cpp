@@ -13,6 +13,7 @@ struct MoePlan::State {
   Device device;
   const KernelInfo* kernel = nullptr;
   CpuTuning tuning[kTokenClasses];
+  std::shared_ptr<const KernelPlan> prepared;
   WorkspaceLayout layout;
   std::optional<OrderedLayer> ordered;
   std::vector<std::string> refused;  ///< the other kernels, and why they do not run
@@ -60,6 +61,20 @@ const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
   return chosen;
 }
 
+namespace {
+
+/// What tune() found for a layer on a GPU.
+CudaTunings installed_tuning(const MoeSpec& spec, const Device& device) {
+  CudaTunings tunings;
+  const auto info = cuda::device_info(device.index);
+  for (int i = 0; info && i < kCudaTokenClasses; ++i)
+    if (const CudaTuning* found = TuningFile::installed().find(TuningFile::cuda_key(spec, info->name, i)))
+      tunings[static_cast<std::size_t>(i)] = *found;
+  return tunings;
+}
+
+}  // namespace
+
 Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options, const Device& device) {
   if (Status status = spec.validate(); !status.ok()) return status;
   if (options.max_tokens <= 0 || options.max_tokens > (1 << 24))
@@ -87,6 +102,11 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
     state->ordered = OrderedLayer(*state->kernel, spec, state->options, state->layout);
   else
     state->kernel->workspace(spec, state->options, state->layout);
+  if (state->kernel->prepare != nullptr) {
+    auto prepared = state->kernel->prepare(spec, state->options, device, installed_tuning(spec, device));
+    if (!prepared) return prepared.status();
+    state->prepared = std::move(*prepared);
+  }
   return MoePlan(std::move(state));
 }
 
@@ -104,6 +124,9 @@ const Device& MoePlan::device() const {
 }
 int MoePlan::max_tokens() const {
   return state_->options.max_tokens;
+}
+std::vector<CudaCandidate> MoePlan::candidates(int tokens) const {
+  return state_->prepared == nullptr ? std::vector<CudaCandidate>() : state_->prepared->candidates(tokens);
 }
 
 namespace {
@@ -150,39 +173,6 @@ Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertW
 
 }  // namespace
 
-namespace {
-
-/// Canaries and poison of a workspace in device memory are made and checked in a copy on the host.
-class DebugWorkspace {
- public:
-  DebugWorkspace(const WorkspaceLayout& layout, std::byte* base, const Device& device, cuda::Stream stream)
-      : layout_(layout), base_(base), stream_(stream) {
-    if (device.kind == Device::Kind::cuda) copy_.resize(layout.bytes());
-  }
-  Status poison() {
-    layout_.poison(copy_.empty() ? base_ : copy_.data());
-    if (copy_.empty()) return {};
-    if (Status status = cuda::copy(base_, copy_.data(), layout_.used_bytes(), stream_); !status.ok())
-      return status;
-    return cuda::synchronize(stream_);
-  }
-  Result<const WorkspaceLayout::Region*> damaged() {
-    if (copy_.empty()) return layout_.damaged(base_);
-    if (Status status = cuda::copy(copy_.data(), base_, layout_.used_bytes(), stream_); !status.ok())
-      return status;
-    if (Status status = cuda::synchronize(stream_); !status.ok()) return status;
-    return layout_.damaged(copy_.data());
-  }
-
- private:
-  const WorkspaceLayout& layout_;
-  std::byte* base_;
-  cuda::Stream stream_;
-  std::vector<std::byte> copy_;
-};
-
-}  // namespace
-
 Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
                     std::span<std::byte> workspace, cuda::Stream stream) const {
   const State& plan = *state_;
@@ -203,19 +193,11 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
   std::byte* base = WorkspaceLayout::align(workspace.data());
   const MoeCall call{plan.spec, plan.options, plan.tuning[token_class(inputs.hidden.rows)],
                      state,     inputs,       outputs,
-                     base,      stream};
+                     base,      stream,       plan.prepared.get()};
   const auto launch = [&] { return plan.ordered ? plan.ordered->run(call) : plan.kernel->launch(call); };
   if (!plan.options.debug_workspace) return launch();
 
-  DebugWorkspace debug(plan.layout, base, plan.device, stream);
-  if (Status status = debug.poison(); !status.ok()) return status;
-  if (Status status = launch(); !status.ok()) return status;
-  const auto damaged = debug.damaged();
-  if (!damaged) return damaged.status();
-  if (const auto* region = *damaged)
-    return {Code::internal, fmt::format("{} wrote outside its workspace, near buffer '{}' ({} bytes at {})",
-                                        plan.kernel->name, region->name, region->bytes, region->offset)};
-  return {};
+  return run_in_debug_workspace({plan.layout, base, plan.device, stream}, plan.kernel->name, launch);
 }
 
 namespace {
@@ -228,6 +210,20 @@ std::string describe_tuning(const CpuTuning (&tuning)[kTokenClasses]) {
                         tuning[tokens].prefetch < 0 ? "by CPU" : fmt::to_string(tuning[tokens].prefetch),
                         tuning[tokens].split, tuning[tokens].serial_tokens);
   if (const std::string& warning = TuningFile::installed().warning; !warning.empty()) text += warning + "\n";
+  return text;
+}
+
+/// The candidates for some numbers of tokens, in thousands of clocks.
+std::string describe_candidates(const KernelPlan& plan, int max_tokens) {
+  std::string text;
+  for (int tokens = 1; tokens <= max_tokens;
+       tokens = tokens < max_tokens ? std::min(tokens * 8, max_tokens) : max_tokens + 1) {
+    text += fmt::format("{} tokens, kclocks:", tokens);
+    for (const CudaCandidate& candidate : plan.candidates(tokens))
+      text += fmt::format(" {}{} {:.0f};", candidate.chosen ? "*" : "", gatefold::describe(candidate.tuning),
+                          candidate.clocks / 1e3);
+    text.back() = '\n';
+  }
   return text;
 }
 
@@ -252,6 +248,7 @@ std::string MoePlan::describe() const {
   text += fmt::format("kernel {}\n", plan.kernel->name);
   for (const std::string& why : plan.refused) text += fmt::format("  not {}\n", why);
   if (plan.device.kind == Device::Kind::cpu) text += describe_tuning(plan.tuning);
+  if (plan.prepared != nullptr) text += describe_candidates(*plan.prepared, plan.options.max_tokens);
   text += fmt::format("workspace {} bytes\n", plan.layout.bytes());
   for (const auto& region : plan.layout.regions())
     text += fmt::format("  {:<20} {}\n", region.name, region.bytes);

@@ -6,7 +6,9 @@
 #include <functional>
 
 #include "format/options.h"
+#include "moe/kernel.h"
 #include "moe/synthetic.h"
+#include "moe/tune_gpu.h"
 #include "moe/tuning_file.h"
 
 namespace gatefold {
@@ -92,14 +94,26 @@ Result<std::vector<TuneRow>> tune(const TuneOptions& options,
   if (path.empty()) return Status(Code::invalid_argument, "there is no place for a tuning file: give one");
   Result<TuningFile> file = TuningFile::read(path);
   if (!file) return file.status();
+  const bool gpu = options.device.kind == Device::Kind::cuda;
+  std::string gpu_name;
+  if (gpu) {
+    const auto info = cuda::device_info(options.device.index);
+    if (!info) return info.status();
+    gpu_name = info->name;
+  }
   std::vector<TuneRow> rows;
   for (const SchemeId id : options.schemes) {
-    const Result<SyntheticLayers> layers = SyntheticLayers::create(options.shape, id, options.weight_bytes);
+    const Result<SyntheticLayers> layers =
+        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens) {
-      Result<TuneRow> row = tune_row(*layers, tokens, threads, options.seconds);
+      Result<TuneRow> row = gpu ? tune_row_on_gpu(*layers, tokens, options.device)
+                                : tune_row(*layers, tokens, threads, options.seconds);
       if (!row) return row.status();
-      file->set(TuningFile::key(layers->spec, threads, token_class(tokens)), row->best);
+      if (gpu)
+        file->set(TuningFile::cuda_key(layers->spec, gpu_name, cuda_token_class(tokens)), row->cuda_best);
+      else
+        file->set(TuningFile::key(layers->spec, threads, token_class(tokens)), row->best);
       if (Status status = file->write(path); !status.ok()) return status;
       rows.push_back(*row);
       if (on_row) on_row(*row);

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
 #include <fstream>
 #include <sstream>
@@ -9,8 +10,17 @@
 #include "checkpoint/json.h"
 #include "format/isa.h"
 #include "format/options.h"
+#include "moe/kernel.h"
 
 namespace gatefold {
+
+std::string_view name(CudaTuning::Body body) {
+  return body == CudaTuning::Body::warps ? "warps" : "warpgroups";
+}
+std::string describe(const CudaTuning& tuning) {
+  return fmt::format("{}, {} tokens", name(tuning.body), tuning.tile_tokens);
+}
+
 namespace {
 
 constexpr int kVersion = 1;
@@ -32,9 +42,10 @@ bool get(const json& object, const char* name, std::string& value) {
   return true;
 }
 
+constexpr int most = 1 << 30;
+constexpr CudaTuning::Body bodies[] = {CudaTuning::Body::warps, CudaTuning::Body::warpgroups};
+
 bool parse_entry(const json& entry, TuningFile::Key& key, CpuTuning& tuning) {
-  constexpr int most = 1 << 30;
-  if (!entry.is_object()) return false;
   auto& [cpu, scheme, threads, hidden, intermediate, experts, top_k, tokens] = key;
   return get(entry, "cpu", cpu) && get(entry, "scheme", scheme) && get(entry, "threads", 1, most, threads) &&
          get(entry, "hidden", 1, most, hidden) && get(entry, "intermediate", 1, most, intermediate) &&
@@ -45,6 +56,21 @@ bool parse_entry(const json& entry, TuningFile::Key& key, CpuTuning& tuning) {
          get(entry, "serial_tokens", 0, kMostSerial, tuning.serial_tokens);
 }
 
+bool parse_entry(const json& entry, TuningFile::CudaKey& key, CudaTuning& tuning) {
+  auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens] = key;
+  std::string body;
+  if (!get(entry, "gpu", gpu) || !get(entry, "scheme", scheme) || !get(entry, "hidden", 1, most, hidden) ||
+      !get(entry, "intermediate", 1, most, intermediate) || !get(entry, "experts", 1, most, experts) ||
+      !get(entry, "top_k", 1, most, top_k) || !get(entry, "token_class", 0, kCudaTokenClasses - 1, tokens) ||
+      !get(entry, "body", body) || !get(entry, "tile_tokens", 1, 1 << 10, tuning.tile_tokens))
+    return false;
+  const auto* found = std::find_if(std::begin(bodies), std::end(bodies),
+                                   [&](CudaTuning::Body each) { return name(each) == body; });
+  if (found == std::end(bodies)) return false;
+  tuning.body = *found;
+  return true;
+}
+
 }  // namespace
 
 TuningFile::Key TuningFile::key(const MoeSpec& spec, int threads, int token_class) {
@@ -52,6 +78,12 @@ TuningFile::Key TuningFile::key(const MoeSpec& spec, int threads, int token_clas
           threads,           spec.hidden,
           spec.intermediate, spec.experts,
           spec.top_k,        token_class};
+}
+TuningFile::CudaKey TuningFile::cuda_key(const MoeSpec& spec, const std::string& gpu, int token_class) {
+  return {gpu,          std::string(scheme(spec.scheme).name),
+          spec.hidden,  spec.intermediate,
+          spec.experts, spec.top_k,
+          token_class};
 }
 
 Result<TuningFile> TuningFile::read(const std::filesystem::path& path) {
@@ -70,12 +102,16 @@ Result<TuningFile> TuningFile::read(const std::filesystem::path& path) {
                   fmt::format("{}: is not a tuning file of version {}", path.string(), kVersion));
   TuningFile result;
   for (const json& entry : root->at("entries")) {
-    Key key;
-    CpuTuning tuning;
-    if (!parse_entry(entry, key, tuning))
+    const auto add = [&]<class EntryKey, class Tuning>(EntryKey key, Tuning tuning) {
+      const bool good = parse_entry(entry, key, tuning);
+      if (good) result.set(key, tuning);
+      return good;
+    };
+    const bool good =
+        entry.is_object() && (entry.contains("gpu") ? add(CudaKey{}, CudaTuning{}) : add(Key{}, CpuTuning{}));
+    if (!good)
       return Status(Code::bad_file, fmt::format("{}: entry {} is not complete or out of range", path.string(),
-                                                result.entries_.size()));
-    result.entries_[key] = tuning;
+                                                result.entries_.size() + result.cuda_entries_.size()));
   }
   return result;
 }
@@ -95,6 +131,18 @@ Status TuningFile::write(const std::filesystem::path& path) const {
                        {"prefetch", tuning.prefetch},
                        {"split", tuning.split},
                        {"serial_tokens", tuning.serial_tokens}});
+  }
+  for (const auto& [key, tuning] : cuda_entries_) {
+    const auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens] = key;
+    entries.push_back({{"gpu", gpu},
+                       {"scheme", scheme},
+                       {"hidden", hidden},
+                       {"intermediate", intermediate},
+                       {"experts", experts},
+                       {"top_k", top_k},
+                       {"token_class", tokens},
+                       {"body", name(tuning.body)},
+                       {"tile_tokens", tuning.tile_tokens}});
   }
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
@@ -118,6 +166,10 @@ Status TuningFile::write(const std::filesystem::path& path) const {
 const CpuTuning* TuningFile::find(const Key& key) const {
   const auto found = entries_.find(key);
   return found == entries_.end() ? nullptr : &found->second;
+}
+const CudaTuning* TuningFile::find(const CudaKey& key) const {
+  const auto found = cuda_entries_.find(key);
+  return found == cuda_entries_.end() ? nullptr : &found->second;
 }
 
 namespace {

@@ -8,7 +8,6 @@
 #include "moe/kernel.h"
 
 namespace gatefold {
-namespace {
 
 Status check_matrix(const QuantizedMatrix& matrix, SchemeId wanted, std::int64_t n, std::int64_t k) {
   if (matrix.scheme != wanted)
@@ -27,6 +26,8 @@ Status check_matrix(const QuantizedMatrix& matrix, SchemeId wanted, std::int64_t
     return {Code::invalid_argument, "its columns have an order: that is said by LayerVectors::input_order"};
   return {};
 }
+
+namespace {
 
 Status check_vector(const std::vector<float>& vector, std::size_t wanted, const char* what) {
   if (vector.size() == wanted) return {};

@@ -19,6 +19,9 @@ struct PackedMatrix {
   const std::byte* data = nullptr;
 };
 
+/// A matrix is of this scheme and shape, has as many bytes as it needs, and its columns are in order.
+Status check_matrix(const QuantizedMatrix& matrix, SchemeId wanted, std::int64_t n, std::int64_t k);
+
 /// Memory of a device for the packed weights of a layer, zeroed and 64-byte aligned.
 class WeightMemory {
  public:

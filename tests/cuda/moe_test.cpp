@@ -168,6 +168,54 @@ TEST_P(EveryScheme, LongRows) {
     expect_close(layer, {.max_tokens = 90}, tokens, Pattern::duplicates);
 }
 
+TEST_P(EveryScheme, EveryCandidate) {
+  const Layer layer(small_spec());
+  const ExpertWeights weights = layer.weights({}, kGpu);
+  PlanOptions options{.max_tokens = 90, .debug_workspace = true};
+  const auto plan = MoePlan::create(layer.spec(), options, kGpu);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const auto candidates = plan->candidates(90);
+  ASSERT_GE(candidates.size(), 2u);
+  for (const CudaCandidate& candidate : candidates) {
+    SCOPED_TRACE(describe(candidate.tuning));
+    options.cuda_tuning = candidate.tuning;
+    for (const std::size_t tokens : {3, 90}) expect_close(layer, weights, options, tokens, Pattern::uniform);
+  }
+}
+
+// A token alone has the bits that it has among others.
+TEST_P(EveryScheme, BatchInvariant) {
+  MoeSpec spec = small_spec();
+  spec.shared = {.intermediate = 128, .gated = true, .scheme = spec.scheme};
+  if (scheme(id()).batch_dependent()) return;
+  Layer layer(spec);
+  const PlanOptions options{.max_tokens = 150, .batch_invariant = true};
+  const auto plan = MoePlan::create(spec, options, kGpu);
+  const Format weight = scheme(id()).weight.value;
+  if (weight.bits == 16 && (weight == formats::bf16) != (spec.act_dtype == DType::bf16)) {
+    EXPECT_NE(plan.status().message().find("one order"), std::string::npos) << plan.status().message();
+    return;
+  }
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const ExpertWeights weights = layer.weights(options, kGpu);
+  const std::vector<float> numbers = layer.numbers(std::size_t{150} * 256, 1.0f);
+  const Hidden x =
+      spec.act_dtype == DType::bf16 ? narrow<formats::bf16>(numbers) : narrow<formats::f16>(numbers);
+  const Routed routed = route_by(Pattern::uniform, spec, 150);
+  const auto part = [](const auto& all, std::size_t first, std::size_t count, std::size_t width) {
+    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first * width);
+    return std::vector(begin, begin + static_cast<std::ptrdiff_t>(count * width));
+  };
+  const std::vector<float> together = run(layer, options, weights, x, routed);
+  for (const auto& [first, count] :
+       {std::pair<std::size_t, std::size_t>{0, 1}, {149, 1}, {3, 5}, {20, 40}, {10, 130}}) {
+    const Hidden some{part(x.codes, first, count, 256), part(x.values, first, count, 256)};
+    const Routed of_some{part(routed.ids, first, count, 2), part(routed.weights, first, count, 2)};
+    EXPECT_EQ(run(layer, options, weights, some, of_some), part(together, first, count, 256))
+        << count << " tokens from " << first;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Table, EveryScheme, every_scheme_and_type(), scheme_and_type);
 
 // The layer's own router, on the device.
@@ -275,6 +323,42 @@ TEST_F(GpuMoe, FromLogits) {
     }
 }
 
+// Whichever kernel finds the experts of the multiply that is asked for.
+TEST_F(GpuMoe, FromLogitsByEveryCandidate) {
+  MoeSpec spec;
+  spec.scheme = SchemeId::mxfp4;
+  spec.experts = 16;
+  spec.top_k = 4;
+  spec.hidden = spec.intermediate = 128;
+  Layer layer(spec);
+  PlanOptions options{.max_tokens = 70, .debug_workspace = true};
+  const ExpertWeights weights = layer.weights(options, kGpu);
+  const auto any = MoePlan::create(spec, options, kGpu);
+  ASSERT_TRUE(any.ok()) << any.status().message();
+  for (const CudaCandidate& candidate : any->candidates(70))
+    for (const std::size_t tokens : {1, 4, 8, 9, 64, 70}) {
+      SCOPED_TRACE(testing::Message() << describe(candidate.tuning) << " by tile, " << tokens << " tokens");
+      options.cuda_tuning = candidate.tuning;
+      const auto plan = MoePlan::create(spec, options, kGpu);
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      auto calls = HostCalls::create(*plan);
+      ASSERT_TRUE(calls.ok()) << calls.status().message();
+      const std::vector<float> logits = difficult_logits(tokens, spec.experts);
+      const Hidden x = narrow<formats::bf16>(layer.numbers(tokens * 128, 1.0f));
+      const auto rows = static_cast<std::int64_t>(tokens);
+      Routed chosen{std::vector<std::int32_t>(tokens * 4), std::vector<float>(tokens * 4)};
+      std::vector<float> out(x.values.size(), std::nanf(""));
+      const Status status =
+          calls->run(*plan, weights,
+                     {.hidden = {x.codes.data(), DType::bf16, rows, 128}, .router_logits = logits.data()},
+                     {.hidden = {out.data(), DType::f32, rows, 128},
+                      .topk_ids = chosen.ids.data(),
+                      .topk_weights = chosen.weights.data()});
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(run(layer, options, weights, x, chosen), out);
+    }
+}
+
 // A captured call, replayed with other hidden states and routing in the same memory.
 TEST_F(GpuMoe, GraphReplay) {
   MoeSpec spec;
@@ -335,6 +419,10 @@ TEST_F(GpuMoe, BadCalls) {
   const auto plan = MoePlan::create(spec, {.max_tokens = 4}, kGpu);
   ASSERT_TRUE(plan.ok()) << plan.status().message();
   EXPECT_NE(MoePlan::create(spec, {.precision = Precision::f32}, kGpu).status().message().find("16-bit"),
+            std::string::npos);
+  PlanOptions forced;
+  forced.cuda_tuning = CudaTuning{CudaTuning::Body::warps, 7};
+  EXPECT_NE(MoePlan::create(spec, forced, kGpu).status().message().find("warps, 8 tokens"),
             std::string::npos);
   EXPECT_NE(MoePlan::create(spec, {}, Device::cuda(99)).status().message().find("99"), std::string::npos);
   auto calls = HostCalls::create(*plan);

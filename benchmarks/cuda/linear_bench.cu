@@ -1,0 +1,123 @@
+// grouped_gemm and scaled_mm of one matrix: few rows beside a bare read of the weights, many beside cuBLAS.
+// linear_bench [SIZE]
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "cuda/measure.h"
+#include "gatefold/codec.h"
+#include "gatefold/cuda_linear.h"
+#include "graph_time.h"
+
+namespace gatefold {
+namespace {
+
+template <class T>
+T take(Result<T> result) {
+  if (!result) {
+    std::printf("%s\n", result.status().message().c_str());
+    std::exit(1);
+  }
+  return std::move(*result);
+}
+
+/// [rows, cols] of bf16 in device memory.
+cuda::Memory random_rows(std::int64_t rows, std::int64_t cols) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  std::vector<std::uint16_t> pattern(1048573), codes(static_cast<std::size_t>(rows * cols));
+  for (std::uint16_t& code : pattern)
+    code = static_cast<std::uint16_t>(encode<formats::bf16>(normal(random)));
+  for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = pattern[i % pattern.size()];
+  cuda::Memory memory = take(cuda::Memory::allocate(codes.size() * 2, "rows"));
+  if (!cuda::copy(memory.data(), codes.data(), codes.size() * 2).ok()) std::exit(1);
+  return memory;
+}
+
+/// Copies of a random matrix, each in memory of its own.
+std::vector<cuda::LinearWeights> random_weights(SchemeId id, std::int64_t size, std::size_t bytes) {
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal(0, 0.02f);
+  std::vector<float> pattern(4099), w(static_cast<std::size_t>(size * size));
+  for (float& x : pattern) x = normal(random);
+  for (std::size_t i = 0; i < w.size(); ++i) w[i] = pattern[i % pattern.size()];
+  const QuantizedMatrix matrix = take(quantize(id, {w.data(), DType::f32, size, size}));
+  const QuantizedMatrix* one[] = {&matrix};
+  std::vector<cuda::LinearWeights> weights;
+  do weights.push_back(take(cuda::LinearWeights::pack(one)));
+  while (weights.size() * weights[0].packed_bytes() < bytes);
+  return weights;
+}
+
+/// Microseconds of a call, and which candidate it was.
+double time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows, std::string& how) {
+  const cuda::LinearShape& shape = weights[0].shape();
+  const auto plan = take(cuda::LinearPlan::create(shape, {.max_rows = static_cast<int>(rows)}));
+  for (const CudaCandidate& candidate : plan.candidates(static_cast<int>(rows)))
+    if (candidate.chosen) how = describe(candidate.tuning);
+  const cuda::Memory x = random_rows(rows, shape.k),
+                     y = take(cuda::Memory::allocate(static_cast<std::size_t>(rows * shape.n) * 2, "y")),
+                     workspace = take(cuda::Memory::allocate(plan.workspace_bytes(), "a workspace"));
+  const int copies = static_cast<int>(weights.size());
+  return graph_us(rows > 1024 ? 4 : 4 * copies, [&](int i, cudaStream_t stream) {
+    const Status status = plan.scaled_mm(
+        weights[static_cast<std::size_t>(i % copies)], {.x = {x.data(), DType::bf16, rows, shape.k}},
+        {y.data(), DType::bf16, rows, shape.n}, {workspace.data(), workspace.bytes()}, stream);
+    if (!status.ok()) std::printf("%s\n", status.message().c_str());
+  });
+}
+
+void few_rows(SchemeId id, std::int64_t size, std::size_t l2_bytes) {
+  const auto weights = random_weights(id, size, 5 * l2_bytes);
+  const std::size_t bytes = weights[0].packed_bytes() / 16 * 16;
+  const cuda::Memory memory = take(cuda::Memory::allocate(bytes * weights.size(), "a bare read"));
+  const auto copies = static_cast<int>(weights.size());
+  const double read = graph_us(4 * copies, [&](int i, cudaStream_t stream) {
+    const cuda::ReadArgs args{.base = memory.data() + static_cast<std::size_t>(i % copies) * bytes,
+                              .stride = 0,
+                              .bytes = static_cast<std::int64_t>(bytes),
+                              .count = 1};
+    if (!cuda::launch_read(args, 0, stream).ok()) std::printf("cannot read\n");
+  });
+  for (const std::int64_t rows : {1, 2, 4, 8, 16, 32, 64}) {
+    std::string how;
+    const double us = time(weights, rows, how);
+    std::printf("%-20s%6ld%9.1f%9.1f%8.2f  %s\n", std::string(scheme(id).name).c_str(),
+                static_cast<long>(rows), us, read, read / us, how.c_str());
+  }
+}
+
+void many_rows(SchemeId id, std::int64_t size) {
+  const Format activation = scheme(id).activation.value;
+  const Format dense =
+      activation == formats::e4m3 || activation == formats::int8 ? activation : formats::bf16;
+  const Result<double> best = cuda::dense_gflop_per_s(dense, 0);
+  const auto weights = random_weights(id, size, 0);
+  std::string how;
+  const double us = time(weights, size, how);
+  const double gflop_per_s = 2.0 * static_cast<double>(size * size * size) / us / 1e3;
+  std::printf("%-20s%6ld%9.1f%9.0f%8.2f  %s%s\n", std::string(scheme(id).name).c_str(),
+              static_cast<long>(size), us, gflop_per_s / 1e3, best ? gflop_per_s / *best : 0, how.c_str(),
+              best ? "" : (", " + best.status().message()).c_str());
+}
+
+int run(std::int64_t size) {
+  const cuda::DeviceInfo device = take(cuda::device_info());
+  std::printf("%s, [%ld, %ld], bf16 in and out, graphs\n%-20s%6s%9s%9s%8s\n", device.name.c_str(),
+              static_cast<long>(size), static_cast<long>(size), "scheme", "rows", "us", "read us", "read/it");
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_channel})
+    few_rows(id, size, device.l2_bytes);
+  std::printf("%-20s%6s%9s%9s%8s\n", "scheme", "rows", "us", "TFLOP/s", "cuBLAS");
+  for (const SchemeId id : {SchemeId::fp8_tensor_afp8, SchemeId::fp8_channel_afp8, SchemeId::fp8_block_afp8,
+                            SchemeId::int8_aint8, SchemeId::bf16, SchemeId::int4_g128})
+    many_rows(id, size);
+  return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace gatefold
+
+int main(int argc, char** argv) {
+  return gatefold::run(argc == 2 ? std::atoll(argv[1]) : 8192);
+}

@@ -1,0 +1,207 @@
+#include "cuda/gemm_choice.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/device.h"
+
+namespace gatefold::cuda {
+namespace {
+
+/// Clocks of a multiprocessor, as fitted to measurements (docs/performance.md).
+struct Costs {
+  double warps_decode, warps_tile;     ///< of a step of a group of units; and for each 8 tokens
+  double groups_decode, groups_token;  ///< of a step of a tile of 8 groups; and for each token
+};
+constexpr Costs costs_of(const PackedFormat& p) {
+  const bool scaled = p.scale.stored() && !p.folded;
+  const double scales = scaled ? 4.0 * p.groups() : 0.0;
+  switch (p.value.bits) {
+    case 16:
+      return {30, 85, 900, 16};
+    case 8:
+      return {50, 85 + scales, 1200, 16 + scales / 8};
+    default:
+      return {35, 85 + scales, 1300, 16 + scales / 8};
+  }
+}
+constexpr double kReadBytes = 2200;   ///< that the device reads in a clock
+constexpr double kCacheBytes = 4600;  ///< the same from its L2 cache
+constexpr double kStart = 5000;       ///< of a multiply, and of a kernel that cuts tokens into items
+constexpr double kItems = 4000;
+
+/// A number of tokens that an expert may have, and how many experts have it.
+struct Load {
+  double experts, tokens;
+};
+
+/// Experts are equally likely: the numbers follow a binomial distribution, of which some points are taken.
+std::vector<Load> loads(const GemmWork& work, int tokens) {
+  const double share = static_cast<double>(work.top_k) / work.experts, mean = tokens * share;
+  if (share >= 1) return {{static_cast<double>(work.experts), static_cast<double>(tokens)}};
+  constexpr double points = 48;
+  const double width = 4 * std::sqrt(mean * (1 - share)) + 1;
+  const double first = std::max(0.0, std::floor(mean - width)), last = std::min<double>(tokens, mean + width);
+  const double step = std::max(1.0, std::ceil((last - first) / points));
+  std::vector<Load> all;
+  double sum = 0;
+  for (double count = first; count <= last; count += step) {
+    const double likely =
+        std::exp(std::lgamma(tokens + 1.0) - std::lgamma(count + 1) - std::lgamma(tokens - count + 1) +
+                 count * std::log(share) + (tokens - count) * std::log1p(-share));
+    all.push_back({likely, count});
+    sum += likely;
+  }
+  for (Load& load : all) load.experts *= work.experts / sum;
+  return all;
+}
+
+/// Tokens by which an item is multiplied: kernels have a faster way for fewer.
+int multiplied_tokens(const CudaTuning& tuning, int kernel_tokens, int count) {
+  if (tuning.body == CudaTuning::Body::warps)
+    return count <= kernel_tokens / 2 ? std::max(kTileTokens, kernel_tokens / 2) : kernel_tokens;
+  const int fewer = kernel_tokens == kFewTokensOfTile ? 32 : 64;
+  return count <= fewer ? fewer : kernel_tokens;
+}
+
+/// Clocks of one multiply.
+double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& choice, int tokens,
+               int multiprocessors) {
+  const PackedFormat format = packed_format(gatefold::scheme(work.scheme).weight);
+  const PackedShape shape(format, m.rows, m.k, m.count);
+  const Costs costs = costs_of(format);
+  const bool warps = choice.tuning.body == CudaTuning::Body::warps;
+  const double groups = static_cast<double>(shape.units) / kGroupUnits,
+               steps = static_cast<double>(shape.records);
+  const int kernel_tokens = choice.kernels[0].tokens, tile = choice.tuning.tile_tokens;
+  const double tile_groups = choice.kernels[0].tile_groups;
+  double read = 0, cached = 0, work_clocks = 0, tiles = 0;
+  for (const Load& load : loads(work, tokens)) {
+    if (load.tokens == 0) continue;
+    const double full = std::floor(load.tokens / tile);
+    const int rest = static_cast<int>(load.tokens - full * tile);
+    const auto add = [&](double items, int count) {
+      const double by = multiplied_tokens(choice.tuning, kernel_tokens, count);
+      items *= load.experts;
+      cached += items * static_cast<double>(shape.bytes());
+      const double of_tiles = items * (warps ? groups : std::ceil(groups / tile_groups));
+      tiles += of_tiles;
+      work_clocks += of_tiles * steps *
+                     (warps ? costs.warps_decode + costs.warps_tile * by / kTileTokens
+                            : tile_groups / 8 * (costs.groups_decode + costs.groups_token * by));
+    };
+    add(full, tile);
+    if (rest > 0) add(1, rest);
+    read += load.experts * static_cast<double>(shape.bytes());
+  }
+  // Warps share out groups equally; tiles are whole.
+  const double waves = tiles / multiprocessors;
+  const double uneven = warps || waves == 0 ? 1 : std::ceil(waves - 1e-9) / waves;
+  return kStart + std::max({read / kReadBytes, cached / kCacheBytes, work_clocks / multiprocessors * uneven});
+}
+
+double predict(const GemmWork& work, const GemmChoice& choice, int tokens, int multiprocessors) {
+  const bool few = static_cast<std::int64_t>(tokens) * work.top_k <= kFewSlots && work.experts <= kFewExperts;
+  double clocks = work.experts > 1 && !(few && choice.whole) ? kItems : 0;
+  for (const GemmMatrices& m : work.multiplies) clocks += predict(work, m, choice, tokens, multiprocessors);
+  return clocks;
+}
+
+/// Kernels with items of at most so many tokens each, without those that there are not.
+std::vector<GemmChoice> find_choices(const GemmWork& work) {
+  using Body = CudaTuning::Body;
+  std::vector<GemmChoice> choices;
+  const bool wide = may_be_wide(gatefold::scheme(work.scheme).weight);
+  const auto add = [&](Body body, int tokens) {
+    const auto find = [&](bool of_wide) {
+      return body == Body::warps ? find_gemm(work.scheme, of_wide, work.input, tokens)
+                                 : find_warpgroup_gemm(work.scheme, of_wide, work.input, tokens);
+    };
+    GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
+    for (const GemmKernel& kernel : choice.kernels) {
+      if (kernel.function == nullptr) return;
+      choice.tuning.tile_tokens = std::min(choice.tuning.tile_tokens, kernel.tokens);
+    }
+    choice.whole = choice.tuning.tile_tokens == choice.kernels[0].tokens;
+    if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
+  };
+  for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
+  for (const int tokens : {32, kFewTokensOfTile, 64, 128}) add(Body::warpgroups, tokens);
+  return choices;
+}
+
+std::string names(const std::vector<GemmChoice>& choices) {
+  std::string text;
+  for (const GemmChoice& choice : choices) text += (text.empty() ? "" : ", ") + describe(choice.tuning);
+  return text;
+}
+
+/// Numbers of tokens for which choices are made: up to each of them from the one before on.
+std::vector<int> table_tokens(int max_tokens) {
+  std::vector<int> all;
+  for (int tokens = 1; tokens < max_tokens; tokens += std::max(1, tokens / 4)) all.push_back(tokens);
+  all.push_back(max_tokens);
+  return all;
+}
+
+}  // namespace
+
+std::vector<CudaCandidate> GemmTable::candidates(int tokens) const {
+  std::vector<CudaCandidate> all;
+  for (const GemmChoice& choice : choices_)
+    all.push_back({.tuning = choice.tuning,
+                   .clocks = predict(work_, choice, tokens, multiprocessors_),
+                   .chosen = &choice == &at(tokens)});
+  return all;
+}
+
+std::size_t GemmTable::choose(int tokens, const GemmTableOptions& options) const {
+  const auto find = [&](const CudaTuning& tuning) {
+    return static_cast<std::size_t>(
+        std::find_if(choices_.begin(), choices_.end(), [&](const auto& c) { return c.tuning == tuning; }) -
+        choices_.begin());
+  };
+  if (const auto token_class = static_cast<std::size_t>(cuda_token_class(tokens));
+      token_class < options.tuned.size() && options.tuned[token_class])
+    if (const std::size_t tuned = find(*options.tuned[token_class]); tuned < choices_.size()) return tuned;
+  std::size_t best = 0;
+  double least = 0;
+  for (std::size_t i = 0; i < choices_.size(); ++i)
+    if (const double clocks = predict(work_, choices_[i], tokens, multiprocessors_); i == 0 || clocks < least)
+      best = i, least = clocks;
+  return best;
+}
+
+Result<GemmTable> GemmTable::create(const GemmWork& work, const DeviceInfo& device,
+                                    const GemmTableOptions& options) {
+  GemmTable table;
+  table.work_ = work;
+  table.multiprocessors_ = device.multiprocessors;
+  const std::vector<GemmChoice> all = find_choices(work);
+  for (const GemmChoice& choice : all)
+    if ((!options.batch_invariant || choice.tuning.body == CudaTuning::Body::warpgroups) &&
+        (!options.forced || choice.tuning == *options.forced))
+      table.choices_.push_back(choice);
+  if (table.choices_.empty())
+    return Status(
+        options.forced ? Code::invalid_argument : Code::unsupported,
+        fmt::format("{}{} cannot be multiplied {}: there are {}",
+                    options.batch_invariant ? "independently of the batch, " : "",
+                    gatefold::scheme(work.scheme).name,
+                    options.forced ? "by " + describe(*options.forced) : "in one order", names(all)));
+  for (const int most : table_tokens(options.max_tokens)) {
+    const std::size_t choice = table.choose(most, options);
+    if (!table.ranges_.empty() && table.ranges_.back().choice == choice)
+      table.ranges_.back().most = most;
+    else
+      table.ranges_.push_back({most, choice});
+  }
+  for (const Range& range : table.ranges_)
+    for (const GemmKernel& kernel : table.choices_[range.choice].kernels)
+      if (Status status = check(prepare_gemm(kernel), "prepare a multiply"); !status.ok()) return status;
+  return table;
+}
+
+}  // namespace gatefold::cuda

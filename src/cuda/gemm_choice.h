@@ -1,0 +1,78 @@
+#pragma once
+/// \file
+/// Which multiply (moe_gemm.h) takes how many tokens: a table that a plan makes once, of measured choices or
+/// of what a model of clocks says is fastest.
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "cuda/moe_gemm.h"
+#include "moe/kernel.h"
+
+namespace gatefold::cuda {
+
+/// The matrices of an expert that one multiply reads.
+struct GemmMatrices {
+  std::int64_t rows = 0, k = 0;
+  int count = 1;
+};
+
+/// Multiplies of the same tokens by the same experts, which have to be done alike: the first leaves its
+/// results as the second one reads them.
+struct GemmWork {
+  SchemeId scheme = SchemeId::bf16;
+  InputKind input = InputKind::bf16;
+  int experts = 1, top_k = 1;
+  std::vector<GemmMatrices> multiplies;
+};
+
+struct GemmChoice {
+  CudaTuning tuning;
+  GemmKernel kernels[2];  ///< of weights as the scheme has them, and of wide ones (packed_format)
+  bool whole = false;     ///< items are as large as the kernel allows: its thread blocks can find them
+
+  GemmKernel kernel(bool wide) const {
+    GemmKernel kernel = kernels[wide ? 1 : 0];
+    kernel.tokens = tuning.tile_tokens;
+    return kernel;
+  }
+};
+
+struct GemmTableOptions {
+  int max_tokens = 1;
+  std::optional<CudaTuning> forced = {};                  ///< for all numbers of tokens
+  std::span<const std::optional<CudaTuning>> tuned = {};  ///< by cuda_token_class; where there is none, or
+                                                          ///< no such candidate, the model decides
+  bool batch_invariant = false;                           ///< only candidates that add up in one order
+};
+
+class GemmTable {
+ public:
+  /// Also makes the kernels ready to be launched on the current device. Errors: no candidate, or not the one
+  /// that is forced; what CUDA says.
+  static Result<GemmTable> create(const GemmWork& work, const DeviceInfo& device,
+                                  const GemmTableOptions& options);
+
+  const GemmChoice& at(int tokens) const {
+    std::size_t i = 0;
+    while (i + 1 < ranges_.size() && ranges_[i].most < tokens) ++i;
+    return choices_[ranges_[i].choice];
+  }
+  /// All candidates with the clocks that the model predicts.
+  std::vector<CudaCandidate> candidates(int tokens) const;
+
+ private:
+  struct Range {
+    int most;  ///< tokens
+    std::size_t choice;
+  };
+  std::size_t choose(int tokens, const GemmTableOptions& options) const;
+
+  GemmWork work_;
+  int multiprocessors_ = 1;
+  std::vector<GemmChoice> choices_;
+  std::vector<Range> ranges_;
+};
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,282 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "cuda/gemm_choice.h"
+#include "cuda/input_buffers.h"
+#include "cuda/slots.h"
+#include "cuda/weights.h"
+#include "gatefold/cuda_linear.h"
+
+namespace gatefold::cuda {
+namespace {
+
+/// Items hold a matrix's number in 16 bits.
+constexpr int kMostMatrices = 32767;
+
+Status invalid(std::string message) {
+  return {Code::invalid_argument, std::move(message)};
+}
+
+PackedShape packed_shape(const LinearShape& shape, bool wide) {
+  return {packed_format(scheme(shape.scheme).weight, wide), shape.n, shape.k, 1};
+}
+
+/// Why the kernels cannot multiply, in words; empty if they can.
+std::string refuses(SchemeId id, const Operand& activation) {
+  if (!can_pack(scheme(id).weight))
+    return fmt::format("groups of {} do not fit the kernels' records", scheme(id).name);
+  if (!can_multiply(activation))
+    return fmt::format("the kernels cannot multiply the activations of {}", scheme(id).name);
+  return {};
+}
+
+struct LinearBuffers {
+  InputBuffers in;
+  Buffer<Item> items;
+  Buffer<std::int32_t> item_count;
+  std::int32_t most_items = 0;
+
+  LinearBuffers(const LinearShape& shape, const Operand& activation, int max_rows, WorkspaceLayout& layout)
+      : in("inputs", activation, static_cast<std::size_t>(max_rows), shape.k, layout),
+        most_items(std::min(shape.matrices, max_rows) + max_rows / kTileTokens) {
+    items = {layout.add<Item>("items", static_cast<std::size_t>(most_items))};
+    item_count = {layout.add<std::int32_t>("item_count", 1)};
+  }
+};
+
+}  // namespace
+
+struct LinearWeights::State {
+  LinearShape shape;
+  std::unique_ptr<WeightMemory> memory;
+  DeviceMatrices matrices;
+  Memory static_scales;  ///< [matrices] of TensorScale, if there are any
+
+  const DeviceInfo& device() const { return static_cast<const DeviceWeights&>(*memory).device(); }
+};
+
+const LinearShape& LinearWeights::shape() const {
+  return state_->shape;
+}
+int LinearWeights::device() const {
+  return state_->device().index;
+}
+std::size_t LinearWeights::packed_bytes() const {
+  return state_->memory->bytes();
+}
+
+Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const> matrices, int device) {
+  if (matrices.empty() || matrices.size() > kMostMatrices)
+    return invalid(fmt::format("{} matrices, expected 1..{}", matrices.size(), kMostMatrices));
+  const QuantizedMatrix& first = *matrices[0];
+  auto state = std::make_shared<State>();
+  state->shape = {first.scheme, static_cast<int>(matrices.size()), first.n, first.k};
+  if (!can_pack(scheme(first.scheme).weight)) return Status(Code::unsupported, refuses(first.scheme, {}));
+  const bool wide = is_wide(first.scheme, first.scale_format);
+  std::vector<TensorScale> scales;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    const QuantizedMatrix& m = *matrices[i];
+    if (Status status = check_matrix(m, first.scheme, first.n, first.k); !status.ok())
+      return Status(status.code(), fmt::format("matrix {} {}", i, status.message()));
+    if (is_wide(m.scheme, m.scale_format) != wide)
+      return Status(Code::unsupported, fmt::format("matrix {} stores its scales as {}, matrix 0 as {}", i,
+                                                   name(m.scale_format), name(first.scale_format)));
+    if (m.input_scale) scales.push_back(*m.input_scale);
+    if (scales.size() != (scales.empty() ? 0 : i + 1))
+      return invalid(fmt::format("matrix {}: some matrices have an input scale, some have none", i));
+  }
+  const auto each = static_cast<std::size_t>(packed_shape(state->shape, wide).bytes());
+  auto memory = DeviceWeights::allocate(each * matrices.size(), Device::cuda(device));
+  if (!memory) return memory.status();
+  state->memory = std::move(*memory);
+  PackedMatrix packed;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    if (Status status = state->memory->pack(matrices[i], 1, i * each, &packed); !status.ok()) return status;
+    if (i == 0) state->matrices.data = packed.data;
+  }
+  state->matrices.expert_stride = static_cast<std::int64_t>(each);
+  state->matrices.wide = wide;
+  if (!scales.empty() && scheme(first.scheme).activation.may_be_static()) {
+    const std::size_t bytes = scales.size() * sizeof(TensorScale);
+    auto uploaded = Memory::allocate(bytes, "activation scales", device);
+    if (!uploaded) return uploaded.status();
+    state->static_scales = std::move(*uploaded);
+    const DeviceGuard guard(device);
+    if (Status status = copy(state->static_scales.data(), scales.data(), bytes); !status.ok()) return status;
+  }
+  if (Status status = static_cast<DeviceWeights&>(*state->memory).finish_packing(); !status.ok())
+    return status;
+  return LinearWeights(std::move(state));
+}
+
+struct LinearPlan::State {
+  LinearShape shape;
+  LinearOptions options;
+  DeviceInfo device;
+  WorkspaceLayout layout;
+  LinearBuffers buffers;
+  GemmTable table;
+
+  Status check(const LinearWeights& weights, const LinearInputs& in, const MutableMatrixView& y,
+               std::span<std::byte> workspace) const;
+  Status launch(const LinearWeights::State& weights, const LinearInputs& in, const MutableMatrixView& y,
+                std::byte* base, cudaStream_t stream) const;
+};
+
+Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOptions& options, int device) {
+  constexpr std::int64_t limit = std::int64_t{1} << 24;
+  if (shape.n <= 0 || shape.k <= 0 || shape.n > limit || shape.k > limit || shape.matrices <= 0 ||
+      shape.matrices > kMostMatrices)
+    return invalid(fmt::format("{} matrices [{}, {}]", shape.matrices, shape.n, shape.k));
+  if (options.max_rows <= 0 || options.max_rows > limit)
+    return invalid(fmt::format("max_rows = {} is not within 1..{}", options.max_rows, limit));
+  if (options.act_dtype != DType::bf16 && options.act_dtype != DType::f16)
+    return invalid(fmt::format("act_dtype is {}, expected BF16 or F16", name(options.act_dtype)));
+  const auto info = device_info(device);
+  if (!info) return info.status();
+  MoeSpec spec;
+  spec.act_dtype = options.act_dtype;
+  PlanOptions plan;
+  plan.weights_only = options.weights_only;
+  const Operand activation = effective_activation(shape.scheme, spec, plan);
+  if (const std::string why = refuses(shape.scheme, activation); !why.empty())
+    return Status(Code::unsupported, why);
+
+  const DeviceGuard guard(device);
+  auto table = GemmTable::create({.scheme = shape.scheme,
+                                  .input = input_kind(activation),
+                                  .experts = shape.matrices,
+                                  .top_k = 1,
+                                  .multiplies = {{shape.n, shape.k, 1}}},
+                                 *info,
+                                 {.max_tokens = options.max_rows,
+                                  .forced = options.cuda_tuning,
+                                  .batch_invariant = options.batch_invariant});
+  if (!table) return table.status();
+  WorkspaceLayout layout(options.debug_workspace);
+  const LinearBuffers buffers(shape, activation, options.max_rows, layout);
+  return LinearPlan(
+      std::make_shared<State>(State{shape, options, *info, layout, buffers, std::move(*table)}));
+}
+
+std::size_t LinearPlan::workspace_bytes() const {
+  return state_->layout.bytes();
+}
+const LinearShape& LinearPlan::shape() const {
+  return state_->shape;
+}
+std::vector<CudaCandidate> LinearPlan::candidates(int rows) const {
+  return state_->table.candidates(rows);
+}
+
+Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs& in,
+                                const MutableMatrixView& y, std::span<std::byte> workspace) const {
+  const LinearShape& w = weights.shape();
+  const auto is_float = [](DType dtype) {
+    return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+  };
+  if (!(w == shape))
+    return invalid(fmt::format("{} matrices [{}, {}] of {}, the plan is for {} [{}, {}] of {}", w.matrices,
+                               w.n, w.k, scheme(w.scheme).name, shape.matrices, shape.n, shape.k,
+                               scheme(shape.scheme).name));
+  if (weights.device() != device.index)
+    return invalid(
+        fmt::format("the weights are on device {}, the plan is for {}", weights.device(), device.index));
+  if (in.x.rows < 0 || in.x.rows > options.max_rows)
+    return invalid(fmt::format("{} rows, but the plan was made for 0..{}", in.x.rows, options.max_rows));
+  if (in.x.cols != shape.k || y.rows != in.x.rows || y.cols != shape.n)
+    return invalid(fmt::format("x is [{}, {}] and y [{}, {}], expected [{}, {}] and [{}, {}]", in.x.rows,
+                               in.x.cols, y.rows, y.cols, in.x.rows, shape.k, in.x.rows, shape.n));
+  if (!is_float(in.x.dtype) || !is_float(y.dtype))
+    return invalid(
+        fmt::format("x is {} and y {}, expected F32, F16 or BF16", name(in.x.dtype), name(y.dtype)));
+  if (in.x.rows > 0 && (in.x.data == nullptr || y.data == nullptr))
+    return invalid(fmt::format("{} is a null pointer", in.x.data == nullptr ? "x" : "y"));
+  if (reinterpret_cast<std::uintptr_t>(y.data) % 16 != 0) return invalid("y is not aligned to 16 bytes");
+  if (workspace.size() < layout.bytes())
+    return invalid(
+        fmt::format("the workspace has {} bytes, the plan needs {}", workspace.size(), layout.bytes()));
+  return {};
+}
+
+/// Items of the groups' rows, unless one matrix takes all; rows as the multiply takes them; the multiply.
+Status LinearPlan::State::launch(const LinearWeights::State& weights, const LinearInputs& in,
+                                 const MutableMatrixView& y, std::byte* base, cudaStream_t stream) const {
+  const DeviceMatrices& w = weights.matrices;
+  const PackedShape packed = packed_shape(shape, w.wide);
+  const auto rows = static_cast<std::int32_t>(in.x.rows);
+  const GemmChoice& choice = table.at(rows);
+  const GemmKernel kernel = choice.kernel(w.wide);
+  GemmArgs args{.weights = w.data,
+                .expert_stride = w.expert_stride,
+                .groups = static_cast<std::int32_t>(packed.units / kGroupUnits),
+                .steps = static_cast<std::int32_t>(packed.records),
+                .rows = static_cast<std::int32_t>(shape.n),
+                .experts = shape.matrices,
+                .slots = rows,
+                .inputs = buffers.in.gemm(base),
+                .routing = {},
+                .routed_early = true,
+                .kind = GemmKind::down,
+                .bias = in.bias,
+                .out = y.data,
+                .out_stride = shape.n,
+                .out_dtype = y.dtype};
+  if (in.offsets != nullptr) {
+    args.items = buffers.items.at(base);
+    args.item_count = buffers.item_count.at(base);
+    const ItemArgs items{.experts = shape.matrices,
+                         .expert_offsets = in.offsets,
+                         .rows = rows,
+                         .most_items = buffers.most_items,
+                         .items = buffers.items.at(base),
+                         .item_count = buffers.item_count.at(base),
+                         .tokens = kernel.tokens};
+    if (Status status = cuda::check(launch_items(items, stream), "cut rows into items"); !status.ok())
+      return status;
+  }
+  if (!kernel.permuted && buffers.in.are(in.x)) {
+    args.inputs.rows = static_cast<const std::uint16_t*>(in.x.data);
+    args.routed_early = false;
+  } else {
+    InputArgs inputs = buffers.in.args(base, in.x, rows);
+    inputs.order = kernel.order(shape.scheme);
+    // Which group a row is of matters only where groups have scales of their own.
+    const bool per_tensor = buffers.in.activation.quantized() && buffers.in.activation.group.n == 0;
+    inputs.experts = shape.matrices;
+    inputs.static_scales = buffers.in.activation.may_be_static() && weights.static_scales.data() != nullptr
+                               ? weights.static_scales.as<const TensorScale>()
+                               : nullptr;
+    if (per_tensor || inputs.static_scales != nullptr) inputs.offsets = in.offsets;
+    if (Status status = cuda::check(launch_inputs(inputs, stream), "round rows"); !status.ok()) return status;
+  }
+  return cuda::check(launch_gemm(kernel, args, device.multiprocessors, stream), "multiply");
+}
+
+Status LinearPlan::grouped_gemm(const LinearWeights& weights, const LinearInputs& inputs,
+                                const MutableMatrixView& y, std::span<std::byte> workspace,
+                                Stream stream) const {
+  const State& plan = *state_;
+  if (Status status = plan.check(weights, inputs, y, workspace); !status.ok()) return status;
+  if (inputs.offsets == nullptr && plan.shape.matrices != 1)
+    return invalid(fmt::format("{} matrices, but no offsets", plan.shape.matrices));
+  if (inputs.x.rows == 0) return {};
+  const DeviceGuard guard(plan.device.index);
+  std::byte* base = WorkspaceLayout::align(workspace.data());
+  const auto launch = [&] { return plan.launch(weights.state(), inputs, y, base, native(stream)); };
+  if (!plan.options.debug_workspace) return launch();
+  return run_in_debug_workspace({plan.layout, base, Device::cuda(plan.device.index), stream}, "a product",
+                                launch);
+}
+
+Status LinearPlan::scaled_mm(const LinearWeights& weights, const LinearInputs& inputs,
+                             const MutableMatrixView& y, std::span<std::byte> workspace,
+                             Stream stream) const {
+  if (inputs.offsets != nullptr || weights.shape().matrices != 1)
+    return invalid(fmt::format("{} matrices{}: expected one, without offsets", weights.shape().matrices,
+                               inputs.offsets == nullptr ? "" : " and offsets"));
+  return grouped_gemm(weights, inputs, y, workspace, stream);
+}
+
+}  // namespace gatefold::cuda

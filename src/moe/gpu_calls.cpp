@@ -1,0 +1,105 @@
+#include "moe/gpu_calls.h"
+
+#include <algorithm>
+
+#include "cuda/measure.h"
+#include "gatefold/codec.h"
+#include "moe/weights.h"
+
+namespace gatefold {
+
+Result<GpuCalls> GpuCalls::create(const SyntheticLayers& layers, int tokens, BenchFrom from,
+                                  BenchRouting routing, const MoePlan& plan) {
+  const auto device = cuda::device_info(plan.device().index);
+  if (!device) return device.status();
+  GpuCalls calls(layers, tokens, from);
+  for (std::uint64_t bytes = 0; bytes < 5 * device->l2_bytes || calls.routings_.size() < 4;) {
+    calls.add(routing);
+    bytes += calls.weight_bytes(calls.routings_.size() - 1);
+  }
+  if (Status status = calls.copy(plan); !status.ok()) return status;
+  return calls;
+}
+
+double GpuCalls::mean_weight_bytes() const {
+  double bytes = 0;
+  for (std::size_t i = 0; i < count(); ++i) bytes += static_cast<double>(weight_bytes(i));
+  return bytes / static_cast<double>(count());
+}
+
+Status GpuCalls::run(const MoePlan& plan, cuda::Stream stream) const {
+  const MoeSpec& spec = layers_->spec;
+  for (std::size_t i = 0; i < count(); ++i) {
+    MoeInputs inputs{.hidden = {hidden_.data(), spec.act_dtype, tokens_, spec.hidden}};
+    if (from_ == BenchFrom::logits) {
+      inputs.router_logits = logits_.as<float>() + i * logits_of_call();
+    } else {
+      inputs.topk_ids = ids_.as<std::int32_t>() + i * slots();
+      inputs.topk_weights = weights_.as<float>();
+    }
+    Status status =
+        plan.run(layer(i), inputs, {.hidden = {out_.data(), spec.act_dtype, tokens_, spec.hidden}},
+                 {workspace_.data(), workspace_.bytes()}, stream);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+Status GpuCalls::read(cuda::Stream stream) const {
+  for (std::size_t i = 0; i < count(); ++i) {
+    const auto& routed = layer(i).state().routed;
+    const auto bytes = static_cast<std::int64_t>(layer(i).packed_expert_bytes());
+    cuda::ReadArgs args{.base = routed[0].gate.data,
+                        .stride = routed.size() > 1 ? routed[1].gate.data - routed[0].gate.data : 0,
+                        .bytes = bytes / 16 * 16,
+                        .count = static_cast<int>(routings_[i].distinct.size())};
+    std::copy(routings_[i].distinct.begin(), routings_[i].distinct.end(), args.indices);
+    if (Status status = cuda::launch_read(args, layer(i).device().index, stream); !status.ok()) return status;
+  }
+  return {};
+}
+
+void GpuCalls::add(BenchRouting routing) {
+  Routed routed;
+  routed.ids.resize(slots());
+  random_routing(layers_->spec, routing, random_, routed.ids);
+  routed.distinct = routed.ids;
+  std::sort(routed.distinct.begin(), routed.distinct.end());
+  routed.distinct.erase(std::unique(routed.distinct.begin(), routed.distinct.end()), routed.distinct.end());
+  routings_.push_back(std::move(routed));
+}
+
+Status GpuCalls::copy(const MoePlan& plan) {
+  const auto device = plan.device().index;
+  const std::size_t elements =
+      static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(layers_->spec.hidden);
+  const std::pair<cuda::Memory*, std::size_t> all[] = {
+      {&hidden_, elements * 2},       {&out_, elements * 2},
+      {&ids_, count() * slots() * 4}, {&logits_, count() * logits_of_call() * 4},
+      {&weights_, slots() * 4},       {&workspace_, plan.workspace_bytes()}};
+  for (const auto& [memory, bytes] : all) {
+    auto allocated = cuda::Memory::allocate(bytes, "a bench", device);
+    if (!allocated) return allocated.status();
+    *memory = std::move(*allocated);
+  }
+  std::normal_distribution<float> normal;
+  std::vector<std::uint16_t> x(elements);
+  for (std::uint16_t& code : x) code = static_cast<std::uint16_t>(encode<formats::bf16>(normal(random_)));
+  const std::vector<float> weights(slots(), 1.0f / static_cast<float>(layers_->spec.top_k));
+  if (Status status = cuda::copy(hidden_.data(), x.data(), elements * 2); !status.ok()) return status;
+  if (Status status = cuda::copy(weights_.data(), weights.data(), slots() * 4); !status.ok()) return status;
+  for (std::size_t i = 0; i < count(); ++i) {
+    const Routed& routed = routings_[i];
+    if (Status status = cuda::copy(ids_.as<std::int32_t>() + i * slots(), routed.ids.data(), slots() * 4);
+        !status.ok())
+      return status;
+    if (from_ == BenchFrom::ids) continue;
+    const std::vector<float> logits = random_logits(layers_->spec, random_, routed.ids);
+    if (Status status = cuda::copy(logits_.as<float>() + i * logits.size(), logits.data(), logits.size() * 4);
+        !status.ok())
+      return status;
+  }
+  return cuda::synchronize();
+}
+
+}  // namespace gatefold

@@ -1,0 +1,56 @@
+#pragma once
+/// \file
+/// Calls of layers in turn on a GPU, to be timed.
+
+#include <random>
+
+#include "moe/synthetic.h"
+
+namespace gatefold {
+
+/// Device arrays of several calls, each with another layer and another routing.
+class GpuCalls {
+ public:
+  /// As many as read several times what the L2 cache holds. Any plan of the same layer, device and number of
+  /// tokens may run them.
+  static Result<GpuCalls> create(const SyntheticLayers& layers, int tokens, BenchFrom from,
+                                 BenchRouting routing, const MoePlan& plan);
+
+  std::size_t count() const { return routings_.size(); }
+  double mean_weight_bytes() const;
+  /// All calls, and bare reads of the weights that they read.
+  Status run(const MoePlan& plan, cuda::Stream stream) const;
+  Status read(cuda::Stream stream) const;
+
+ private:
+  struct Routed {
+    std::vector<std::int32_t> ids, distinct;
+  };
+
+  GpuCalls(const SyntheticLayers& layers, int tokens, BenchFrom from)
+      : layers_(&layers), tokens_(tokens), from_(from) {}
+
+  std::size_t slots() const {
+    return static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(layers_->spec.top_k);
+  }
+  std::size_t logits_of_call() const {
+    return from_ == BenchFrom::ids ? 0 : static_cast<std::size_t>(tokens_ * layers_->spec.experts);
+  }
+  const ExpertWeights& layer(std::size_t call) const {
+    return layers_->layers[call % layers_->layers.size()];
+  }
+  std::uint64_t weight_bytes(std::size_t call) const {
+    return routings_[call].distinct.size() * layer(call).packed_expert_bytes();
+  }
+  void add(BenchRouting routing);
+  Status copy(const MoePlan& plan);
+
+  const SyntheticLayers* layers_;
+  int tokens_;
+  BenchFrom from_;
+  std::mt19937 random_{1};
+  std::vector<Routed> routings_;
+  cuda::Memory hidden_, out_, ids_, weights_, logits_, workspace_;
+};
+
+}  // namespace gatefold

@@ -1,0 +1,391 @@
+// grouped_gemm and scaled_mm on the GPU, for every scheme and every way to multiply: against the reference in
+// double precision, and against the CPU.
+#include "gatefold/linear.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "../moe_layer.h"
+#include "gatefold/codec.h"
+#include "gatefold/cuda_linear.h"
+#include "gpu.h"
+
+namespace gatefold {
+namespace {
+
+using cuda::LinearInputs;
+using cuda::LinearOptions;
+using cuda::LinearPlan;
+using cuda::LinearWeights;
+
+std::vector<float> random_values(std::size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& x : values) x = normal(random) * std::exp2(normal(random) / 2);
+  return values;
+}
+
+/// Rows in a 16-bit type, and what they are as f32.
+struct Rows {
+  DType dtype;
+  std::int64_t count, k;
+  std::vector<std::uint16_t> codes;
+  std::vector<float> values;
+
+  Rows(DType type, std::int64_t rows, std::int64_t columns, unsigned seed = 5)
+      : dtype(type),
+        count(rows),
+        k(columns),
+        values(random_values(static_cast<std::size_t>(rows * k), seed)) {
+    for (float& value : values) {
+      const std::uint32_t code =
+          dtype == DType::f16 ? encode<formats::f16>(value) : encode<formats::bf16>(value);
+      codes.push_back(static_cast<std::uint16_t>(code));
+      value = dtype == DType::f16 ? decode<formats::f16>(code) : decode<formats::bf16>(code);
+    }
+  }
+};
+
+struct Matrices {
+  std::vector<QuantizedMatrix> all;
+  std::vector<const QuantizedMatrix*> pointers;
+
+  Matrices(SchemeId id, std::size_t count, std::int64_t n, std::int64_t k) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto values = random_values(static_cast<std::size_t>(n * k), static_cast<unsigned>(20 + i));
+      auto matrix = quantize(id, {values.data(), DType::f32, n, k});
+      EXPECT_TRUE(matrix.ok()) << matrix.status().message();
+      all.push_back(std::move(*matrix));
+    }
+    for (const QuantizedMatrix& matrix : all) pointers.push_back(&matrix);
+  }
+  LinearWeights pack() const {
+    auto packed = LinearWeights::pack(pointers);
+    EXPECT_TRUE(packed.ok()) << packed.status().message();
+    return std::move(*packed);
+  }
+};
+
+/// y of rows [offsets[g], offsets[g + 1]) by matrix g; NaN for the others.
+std::vector<double> oracle(const Rows& x, const std::vector<std::int32_t>& offsets, const Matrices& matrices,
+                           bool weights_only = false) {
+  const auto n = static_cast<std::size_t>(matrices.all[0].n), k = static_cast<std::size_t>(x.k);
+  std::vector<double> y(static_cast<std::size_t>(x.count) * n, std::nan(""));
+  for (std::size_t g = 0; g < matrices.all.size(); ++g) {
+    const QuantizedMatrix& w = matrices.all[g];
+    const Operand& activation = scheme(w.scheme).activation;
+    const auto first = static_cast<std::size_t>(offsets[g]), last = static_cast<std::size_t>(offsets[g + 1]);
+    std::vector<double> rows(x.values.begin() + static_cast<std::ptrdiff_t>(first * k),
+                             x.values.begin() + static_cast<std::ptrdiff_t>(last * k));
+    if (activation.quantized() && !weights_only && first != last)
+      reference_round(activation, w.input_scale ? &*w.input_scale : nullptr, x.k, rows);
+    const std::vector<double> weights = reference_dequantize(w);
+    for (std::size_t r = first; r < last; ++r)
+      for (std::size_t i = 0; i < n; ++i) {
+        double sum = 0;
+        for (std::size_t j = 0; j < k; ++j) sum += rows[(r - first) * k + j] * weights[i * k + j];
+        y[r * n + i] = sum;
+      }
+  }
+  return y;
+}
+
+/// Of f32 sums of k terms, beside the norm of all.
+double tolerance(std::int64_t k) {
+  return 4 * std::sqrt(static_cast<double>(k)) * std::exp2(-23);
+}
+
+/// Numbers that the oracle does not have must not have been written.
+void expect_near(const std::vector<float>& y, const std::vector<double>& expected, std::int64_t k) {
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < y.size(); ++i) {
+    ASSERT_EQ(std::isnan(y[i]), std::isnan(expected[i])) << i;
+    if (std::isnan(expected[i])) continue;
+    error += (y[i] - expected[i]) * (y[i] - expected[i]);
+    norm += expected[i] * expected[i];
+  }
+  EXPECT_LE(std::sqrt(error), tolerance(k) * std::sqrt(norm));
+}
+
+class GpuLinear : public GpuTest {
+ protected:
+  /// f32 results; every byte of y is 0xFF (NaN) before.
+  static std::vector<float> run(const LinearWeights& weights, const LinearOptions& options, const Rows& x,
+                                const std::vector<std::int32_t>& offsets) {
+    const auto plan = LinearPlan::create(weights.shape(), options);
+    EXPECT_TRUE(plan.ok()) << plan.status().message();
+    if (!plan) return {};
+    return run(*plan, weights, x, offsets);
+  }
+  static std::vector<float> run(const LinearPlan& plan, const LinearWeights& weights, const Rows& x,
+                                const std::vector<std::int32_t>& offsets) {
+    const DeviceVector<std::uint16_t> rows(x.codes);
+    const DeviceVector<std::int32_t> device_offsets(offsets);
+    const std::int64_t n = weights.shape().n;
+    const DeviceVector<float> y(static_cast<std::size_t>(x.count * n));
+    const DeviceVector<std::byte> workspace(plan.workspace_bytes());
+    const LinearInputs inputs{.x = {rows.data(), x.dtype, x.count, x.k},
+                              .offsets = offsets.empty() ? nullptr : device_offsets.data()};
+    const MutableMatrixView out{y.data(), DType::f32, x.count, n};
+    const std::span<std::byte> memory(workspace.data(), workspace.size());
+    const Status status = offsets.empty() ? plan.scaled_mm(weights, inputs, out, memory)
+                                          : plan.grouped_gemm(weights, inputs, out, memory);
+    EXPECT_TRUE(status.ok()) << status.message();
+    return y.host();
+  }
+};
+
+class EveryLinear : public GpuLinear, public testing::WithParamInterface<SchemeAndType> {
+ protected:
+  SchemeId id() const { return static_cast<SchemeId>(std::get<0>(GetParam())); }
+  DType dtype() const { return std::get<1>(GetParam()); }
+  LinearOptions options(int max_rows) const {
+    return {.max_rows = max_rows, .act_dtype = dtype(), .debug_workspace = true};
+  }
+  /// Columns that fill no record.
+  std::int64_t ragged_k() const {
+    const Granularity group = scheme(id()).weight.group;
+    const std::int64_t multiple = group.n == 1 && group.k != 0 ? group.k : 2;
+    return (170 + multiple - 1) / multiple * multiple;
+  }
+};
+
+TEST_P(EveryLinear, GroupsByEveryCandidate) {
+  const Matrices matrices(id(), 5, 90, ragged_k());
+  const LinearWeights weights = matrices.pack();
+  const Rows x(dtype(), 180, ragged_k());
+  const std::vector<std::int32_t> all_offsets[] = {
+      {0, 1, 1, 4, 170, 180}, {3, 4, 4, 37, 150, 171}, {7, 7, 7, 7, 7, 7}, {0, 8, 24, 56, 112, 113}};
+  for (const auto& offsets : all_offsets) {
+    const std::vector<double> expected = oracle(x, offsets, matrices);
+    const auto plan = LinearPlan::create(weights.shape(), options(180));
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    std::vector<float> by_warpgroups;
+    for (const CudaCandidate& candidate : plan->candidates(180)) {
+      SCOPED_TRACE(describe(candidate.tuning));
+      LinearOptions forced = options(180);
+      forced.cuda_tuning = candidate.tuning;
+      const std::vector<float> y = run(weights, forced, x, offsets);
+      expect_near(y, expected, x.k);
+      // All tiles of warpgroups sum in the same order. (NaN is not equal to itself.)
+      if (candidate.tuning.body != CudaTuning::Body::warpgroups) continue;
+      if (by_warpgroups.empty()) by_warpgroups = y;
+      EXPECT_EQ(std::memcmp(y.data(), by_warpgroups.data(), y.size() * sizeof(float)), 0);
+    }
+    expect_near(run(*plan, weights, x, offsets), expected, x.k);
+  }
+}
+
+TEST_P(EveryLinear, OneMatrix) {
+  const Matrices matrices(id(), 1, 256, 512);
+  const LinearWeights weights = matrices.pack();
+  const auto plan = LinearPlan::create(weights.shape(), options(300));
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  for (const int rows : {1, 8, 17, 64, 129, 300}) {
+    SCOPED_TRACE(rows);
+    const Rows x(dtype(), rows, 512);
+    const std::vector<float> y = run(*plan, weights, x, {});
+    expect_near(y, oracle(x, {0, rows}, matrices), x.k);
+    EXPECT_EQ(run(*plan, weights, x, {}), y) << "another run, other bits";
+    if (rows > 64) continue;  // the CPU's, whose 16-bit activations have the same values
+    std::vector<float> on_cpu(y.size());
+    const std::int64_t offsets[] = {0, rows};
+    ASSERT_TRUE(grouped_gemm({x.codes.data(), dtype(), rows, 512}, offsets, matrices.pointers,
+                             {on_cpu.data(), DType::f32, rows, 256})
+                    .ok());
+    expect_near(y, {on_cpu.begin(), on_cpu.end()}, x.k);
+  }
+}
+
+TEST_P(EveryLinear, StaticActivationScales) {
+  const Operand& activation = scheme(id()).activation;
+  if (!activation.may_be_static()) return;
+  Matrices matrices(id(), 3, 64, 256);
+  for (std::size_t g = 0; g < 3; ++g) {
+    const float real =
+        (activation.tensor_scale.stored() ? 4.0f / 2688 : 4.0f / 448) * static_cast<float>(1 + g);
+    matrices.all[g].input_scale =
+        activation.tensor_scale.stored() ? TensorScale{1 / real, true} : TensorScale{real, false};
+  }
+  const Rows x(dtype(), 50, 256);
+  const std::vector<std::int32_t> offsets = {0, 20, 21, 50};
+  expect_near(run(matrices.pack(), options(50), x, offsets), oracle(x, offsets, matrices), x.k);
+}
+
+TEST_P(EveryLinear, WeightsOnly) {
+  if (!scheme(id()).quantizes_activations()) return;
+  const Matrices matrices(id(), 2, 64, 256);
+  const Rows x(dtype(), 40, 256);
+  LinearOptions weights_only = options(40);
+  weights_only.weights_only = true;
+  expect_near(run(matrices.pack(), weights_only, x, {0, 3, 40}), oracle(x, {0, 3, 40}, matrices, true), x.k);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, EveryLinear, every_scheme_and_type(), scheme_and_type);
+
+// Types of y are roundings of the same sums; a bias is added before.
+TEST_F(GpuLinear, OutputTypesAndBias) {
+  const std::int64_t n = 200, k = 256;
+  const Matrices matrices(SchemeId::int4_g128, 3, n, k);
+  const LinearWeights weights = matrices.pack();
+  const std::vector<std::int32_t> offsets = {0, 30, 31, 60};
+  const std::vector<float> bias = random_values(static_cast<std::size_t>(3 * n), 9);
+  const DeviceVector<float> device_bias(bias);
+  const DeviceVector<std::int32_t> device_offsets(offsets);
+  for (const int tile : {8, 64}) {
+    const Rows x(DType::bf16, 60, k);
+    const CudaTuning tuning{tile == 8 ? CudaTuning::Body::warps : CudaTuning::Body::warpgroups, tile};
+    const LinearOptions options{.max_rows = 60, .debug_workspace = true, .cuda_tuning = tuning};
+    const auto plan = LinearPlan::create(weights.shape(), options);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    const DeviceVector<std::byte> workspace(plan->workspace_bytes());
+    const DeviceVector<std::uint16_t> rows(x.codes);
+    const auto run_to = [&](void* y, DType dtype) {
+      const Status status = plan->grouped_gemm(weights,
+                                               {.x = {rows.data(), DType::bf16, 60, k},
+                                                .offsets = device_offsets.data(),
+                                                .bias = device_bias.data()},
+                                               {y, dtype, 60, n}, {workspace.data(), workspace.size()});
+      ASSERT_TRUE(status.ok()) << status.message();
+    };
+    const DeviceVector<float> y(static_cast<std::size_t>(60 * n));
+    const DeviceVector<std::uint16_t> y_bf16(y.size()), y_f16(y.size());
+    run_to(y.data(), DType::f32);
+    run_to(y_bf16.data(), DType::bf16);
+    run_to(y_f16.data(), DType::f16);
+    const std::vector<float> sums = y.host();
+    const auto bf16 = y_bf16.host(), f16 = y_f16.host();
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      ASSERT_EQ(bf16[i], encode<formats::bf16>(sums[i])) << i;
+      ASSERT_EQ(f16[i], encode<formats::f16>(sums[i])) << i;
+    }
+    std::vector<double> expected = oracle(x, offsets, matrices);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      const auto row = static_cast<std::int32_t>(i / static_cast<std::size_t>(n));
+      const std::size_t group = row < 30 ? 0 : row < 31 ? 1 : 2;
+      expected[i] += bias[group * static_cast<std::size_t>(n) + i % static_cast<std::size_t>(n)];
+    }
+    expect_near(sums, expected, k);
+  }
+}
+
+// A row alone has the bits that it has among others, in any group size.
+TEST_F(GpuLinear, BatchInvariant) {
+  for (const SchemeId id :
+       {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_block_afp8, SchemeId::int8_aint8}) {
+    const Matrices matrices(id, 2, 192, 384);
+    const LinearWeights weights = matrices.pack();
+    const LinearOptions options{.max_rows = 200, .batch_invariant = true};
+    const Rows x(DType::bf16, 200, 384);
+    const std::vector<float> together = run(weights, options, x, {0, 150, 200});
+    for (const int row : {0, 1, 77, 149, 150, 199}) {
+      Rows alone(DType::bf16, 1, 384);
+      alone.codes.assign(x.codes.begin() + row * 384, x.codes.begin() + (row + 1) * 384);
+      const std::vector<float> y =
+          run(weights, options, alone,
+              row < 150 ? std::vector<std::int32_t>{0, 1, 1} : std::vector<std::int32_t>{0, 0, 1});
+      EXPECT_TRUE(std::equal(y.begin(), y.end(), together.begin() + row * 192))
+          << scheme(id).name << " " << row;
+    }
+  }
+}
+
+// A captured call, replayed with other rows and offsets in the same memory.
+TEST_F(GpuLinear, GraphReplay) {
+  const std::int64_t n = 128, k = 256;
+  const Matrices matrices(SchemeId::fp8_tensor_afp8, 4, n, k);
+  const LinearWeights weights = matrices.pack();
+  const auto plan = LinearPlan::create(weights.shape(), {.max_rows = 70});
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const DeviceVector<std::byte> workspace(plan->workspace_bytes());
+  const DeviceVector<std::uint16_t> rows(static_cast<std::size_t>(70 * k));
+  const DeviceVector<std::int32_t> offsets(5);
+  const DeviceVector<float> y(static_cast<std::size_t>(70 * n));
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  const Status status =
+      plan->grouped_gemm(weights, {.x = {rows.data(), DType::bf16, 70, k}, .offsets = offsets.data()},
+                         {y.data(), DType::f32, 70, n}, {workspace.data(), workspace.size()}, stream);
+  ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&replay, graph), cudaSuccess);
+  for (unsigned seed = 1; seed < 4; ++seed) {
+    const std::vector<std::int32_t> now = seed == 1   ? std::vector<std::int32_t>{0, 10, 20, 30, 70}
+                                          : seed == 2 ? std::vector<std::int32_t>{0, 0, 70, 70, 70}
+                                                      : std::vector<std::int32_t>{5, 6, 40, 69, 69};
+    const Rows x(DType::bf16, 70, k, seed);
+    ASSERT_TRUE(cuda::copy(rows.data(), x.codes.data(), x.codes.size() * 2).ok());
+    ASSERT_TRUE(cuda::copy(offsets.data(), now.data(), now.size() * 4).ok());
+    ASSERT_TRUE(cuda::fill(y.data(), 0xFF, y.size() * 4).ok());
+    ASSERT_TRUE(cuda::synchronize().ok());
+    ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
+    ASSERT_TRUE(cuda::synchronize(stream).ok());
+    expect_near(y.host(), oracle(x, now, matrices), k);
+  }
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+TEST_F(GpuLinear, BadCalls) {
+  const Matrices matrices(SchemeId::mxfp4, 2, 64, 128), other(SchemeId::mxfp4, 1, 64, 256);
+  const LinearWeights weights = matrices.pack();
+  const auto plan = LinearPlan::create(weights.shape(), {.max_rows = 8});
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const DeviceVector<std::byte> memory(plan->workspace_bytes());
+  const DeviceVector<float> x(8 * 128), y(8 * 64 + 1);
+  const DeviceVector<std::int32_t> offsets(std::vector<std::int32_t>{0, 4, 8});
+  struct Call {
+    std::int64_t rows = 8, k = 128, n = 64;
+    DType dtype = DType::f32;
+    bool grouped = true;
+    std::size_t bytes_less = 0;
+    int shift = 0;
+  };
+  const auto message = [&](const LinearWeights& w, const Call& call) {
+    return plan
+        ->grouped_gemm(w,
+                       {.x = {x.data(), call.dtype, call.rows, call.k},
+                        .offsets = call.grouped ? offsets.data() : nullptr},
+                       {y.data() + call.shift, DType::f32, call.rows, call.n},
+                       {memory.data(), memory.size() - call.bytes_less})
+        .message();
+  };
+  const auto expect_says = [&](const Call& call, const char* what) {
+    EXPECT_NE(message(weights, call).find(what), std::string::npos) << message(weights, call);
+  };
+  EXPECT_EQ(message(weights, {}), "");
+  EXPECT_EQ(message(weights, {.rows = 0}), "");
+  expect_says({.rows = 9}, "9 rows");
+  expect_says({.k = 64}, "[8, 64]");
+  expect_says({.n = 65}, "[8, 65]");
+  expect_says({.dtype = DType::i8}, "I8");
+  expect_says({.grouped = false}, "offsets");
+  expect_says({.bytes_less = 1}, "workspace");
+  expect_says({.shift = 1}, "aligned");
+  EXPECT_NE(message(other.pack(), {}).find("[64, 256]"), std::string::npos);
+  const QuantizedMatrix* different[] = {matrices.pointers[0], other.pointers[0]};
+  EXPECT_NE(LinearWeights::pack(different).status().message().find("matrix 1"), std::string::npos);
+  EXPECT_FALSE(LinearWeights::pack({}).ok());
+  EXPECT_FALSE(LinearPlan::create(weights.shape(), {.max_rows = 0}).ok());
+  EXPECT_FALSE(LinearPlan::create(weights.shape(), {.act_dtype = DType::f32}).ok());
+  LinearOptions forced;
+  forced.cuda_tuning = CudaTuning{CudaTuning::Body::warps, 12};
+  EXPECT_NE(LinearPlan::create(weights.shape(), forced).status().message().find("warps, 16 tokens"),
+            std::string::npos);
+  EXPECT_NE(
+      LinearPlan::create({SchemeId::bf16, 1, 64, 64}, {.act_dtype = DType::f16, .batch_invariant = true})
+          .status()
+          .message()
+          .find("one order"),
+      std::string::npos);
+}
+
+}  // namespace
+}  // namespace gatefold
