@@ -266,8 +266,7 @@ Status LinearPlan::grouped_gemm(const LinearWeights& weights, const LinearInputs
   std::byte* base = WorkspaceLayout::align(workspace.data());
   const auto launch = [&] { return plan.launch(weights.state(), inputs, y, base, native(stream)); };
   if (!plan.options.debug_workspace) return launch();
-  return run_in_debug_workspace({plan.layout, base, Device::cuda(plan.device.index), stream}, "a product",
-                                launch);
+  return DebugWorkspace(plan.layout, base, Device::cuda(plan.device.index), stream).run("a product", launch);
 }
 
 Status LinearPlan::scaled_mm(const LinearWeights& weights, const LinearInputs& inputs,

@@ -197,7 +197,7 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
   const auto launch = [&] { return plan.ordered ? plan.ordered->run(call) : plan.kernel->launch(call); };
   if (!plan.options.debug_workspace) return launch();
 
-  return run_in_debug_workspace({plan.layout, base, plan.device, stream}, plan.kernel->name, launch);
+  return DebugWorkspace(plan.layout, base, plan.device, stream).run(plan.kernel->name, launch);
 }
 
 namespace {
