@@ -57,6 +57,44 @@ TEST(LeastLoss, IsThatOfAllChoices) {
   EXPECT_FALSE(least_loss(std::vector<std::vector<Option>>{{}}, 10));
 }
 
+TEST(LeastLoss, NearChoicesAreAllThatDifferInTwo) {
+  std::mt19937 random(6);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<std::vector<Option>> items(1 + random() % 4);
+    for (auto& options : items)
+      for (std::size_t i = 1 + random() % 4; i > 0; --i)
+        options.push_back({random() % 20, static_cast<double>(random() % 16)});
+    const std::uint64_t budget = random() % (20 * items.size());
+    const auto chosen = least_loss(items, budget);
+    if (!chosen) continue;
+    std::multiset<double> expected;
+    std::vector<std::size_t> at(items.size(), 0);
+    const auto sums = [&](const std::vector<std::size_t>& choice) {
+      Option sum;
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        sum.size += items[i][choice[i]].size;
+        sum.loss += items[i][choice[i]].loss;
+      }
+      return sum;
+    };
+    for (std::size_t i = 0; i < items.size();) {
+      int differ = 0;
+      for (std::size_t k = 0; k < items.size(); ++k) differ += at[k] != (*chosen)[k];
+      if ((differ == 1 || differ == 2) && sums(at).size <= budget) expected.insert(sums(at).loss);
+      for (i = 0; i < items.size() && ++at[i] == items[i].size(); ++i) at[i] = 0;
+    }
+    const auto all = near_choices(items, budget, *chosen, 1000);
+    std::vector<double> losses;
+    for (const auto& choice : all) {
+      EXPECT_LE(sums(choice).size, budget);
+      losses.push_back(sums(choice).loss);
+    }
+    EXPECT_EQ(losses, std::vector<double>(expected.begin(), expected.end()));
+    EXPECT_EQ(std::set(all.begin(), all.end()).size(), all.size());
+    EXPECT_EQ(near_choices(items, budget, *chosen, 2).size(), std::min<std::size_t>(2, all.size()));
+  }
+}
+
 TEST(LeastLoss, ManyLayers) {
   std::vector<std::vector<Option>> items;
   for (std::uint64_t layer = 0; layer < 94; ++layer) {
@@ -95,11 +133,11 @@ TEST_F(RecommendTest, LosesLessThanAnyOneScheme) {
   RecommendOptions options;
   options.schemes = {SchemeId::uint4_g32, SchemeId::uint4_g64, SchemeId::int4_g32,
                      SchemeId::nvfp4,     SchemeId::int4_g128, SchemeId::fp8_block};
+  options.whole = 0;
   std::int64_t calls = 0;
-  options.measured = [&](const Sensitivity& row, std::int64_t done, std::int64_t total) {
+  options.progress = [&](std::int64_t done, std::int64_t total) {
     EXPECT_EQ(done, ++calls);
     EXPECT_EQ(total, 24);
-    EXPECT_GT(row.kl, 0);
   };
   const Recommendation found = run(options, 4096);
   EXPECT_EQ(calls, 24);
@@ -107,6 +145,7 @@ TEST_F(RecommendTest, LosesLessThanAnyOneScheme) {
   double kl = 0, bits = 0;
   std::map<SchemeId, double> uniform;
   for (const Sensitivity& row : found.measured) {
+    EXPECT_GT(row.kl, 0);
     if (row.bits_per_weight <= 4.5) uniform[row.scheme] += row.kl;
     if (!row.chosen) continue;
     kl += row.kl;
@@ -131,6 +170,36 @@ TEST_F(RecommendTest, LosesLessThanAnyOneScheme) {
   for (std::size_t i = 0; i + 1 < rows->size(); ++i)
     EXPECT_LT(rows->back().kl, (*rows)[i].kl) << (*rows)[i].name;
   EXPECT_NEAR(rows->back().kl, found.kl, 0.5 * found.kl);  // another text, and sums of single layers
+}
+
+// The best recipe as a whole is the one that the comparison of all of them finds.
+TEST_F(RecommendTest, MeasuresWholeRecipes) {
+  RecommendOptions options;
+  options.schemes = {SchemeId::uint4_g64, SchemeId::nvfp4, SchemeId::int4_g128};
+  options.whole = 0;
+  const Recommendation predicted = run(options, 4096);
+  EXPECT_FALSE(predicted.whole_kl);
+  options.whole = 5;
+  int calls = 0;
+  options.progress = [&](std::int64_t, std::int64_t total) {
+    ++calls;
+    EXPECT_EQ(total, 12 + 5);
+  };
+  Recommendation measured = run(options, 4096);
+  EXPECT_EQ(calls, 12 + 5);
+  ASSERT_TRUE(measured.whole_kl);
+  measured.recipe.name = "measured";
+  CompareOptions rows_options;
+  rows_options.recipes = {predicted.recipe, measured.recipe};
+  rows_options.schemes = {SchemeId::nvfp4};
+  const auto rows = compare(source_, text("calibration.txt", 4096), rows_options);
+  ASSERT_TRUE(rows) << rows.status().message();
+  for (const auto& row : *rows) {
+    if (row.name == "measured") {
+      EXPECT_NEAR(*measured.whole_kl, row.kl, 0.03 * row.kl);
+    }
+    EXPECT_LE(*measured.whole_kl, 1.03 * row.kl) << row.name;
+  }
 }
 
 // A layer by itself, measured through the decoder.

@@ -17,6 +17,7 @@ struct Options {
 
 Json to_json(const Recommendation& found) {
   Json json = {{"bits_per_weight", found.bits_per_weight}, {"kl", found.kl}, {"rows", Json::array()}};
+  if (found.whole_kl) json["whole_kl"] = *found.whole_kl;
   for (const Sensitivity& row : found.measured)
     json["rows"].push_back({{"layer", row.layer},
                             {"scheme", scheme(row.scheme).name},
@@ -46,7 +47,7 @@ Status run(const Options& options, Json* json) {
   recommend_options.method = options.calibration.method;
   recommend_options.calibrate = calibrate_options_of(options.calibration, tokens->size());
   Progress progress("recommend", "measurements");
-  recommend_options.measured = [&](const Sensitivity&, std::int64_t done, std::int64_t total) {
+  recommend_options.progress = [&](std::int64_t done, std::int64_t total) {
     progress.set(static_cast<std::uint64_t>(done), static_cast<std::uint64_t>(total));
   };
   const auto found = recommend(*checkpoint, *tokens, recommend_options);
@@ -59,8 +60,9 @@ Status run(const Options& options, Json* json) {
     return {};
   }
   print(*found);
-  fmt::print("\n{}: {:.4f} bits per expert weight, predicted KL {:.5f}\n", options.output,
-             found->bits_per_weight, found->kl);
+  fmt::print("\n{}: {:.4f} bits per expert weight, predicted KL {:.5f}{}\n", options.output,
+             found->bits_per_weight, found->kl,
+             found->whole_kl ? fmt::format(", measured {:.5f}", *found->whole_kl) : "");
   return {};
 }
 
@@ -79,6 +81,11 @@ void add_recommend(Cli& cli) {
                    "Comma-separated, to choose from; default: all that leave activations as they are")
       ->check([options](const std::string& list) { return parse_schemes(list, options->recommend.schemes); })
       ->type_name("SCHEME,...");
+  command
+      ->add_option("--whole", options->recommend.whole,
+                   "At most so many of the best recipes are measured as a whole; 0: none")
+      ->check(CLI::Range(0, 1000))
+      ->capture_default_str();
   add_calibration_options(command, options->calibration);
   command->get_option("--calibration")->required();
   add_quantize_options(command, options->recommend.quantize);

@@ -43,7 +43,7 @@ struct CalibrateOptions {
   Device device = Device::cpu();
   int window = 512;  ///< tokens that attend to each other
   /// gptq: this and 3 * inputs / tokens (at most 1) of the mean of the Hessian's diagonal, added to it.
-  double damping = 0.01;
+  double damping = 0.1;
   /// An expert that fewer tokens are routed to sees others as well, with a tenth of the weight. As many as
   /// there are tokens: every expert sees all of them.
   std::int64_t min_samples = 256;

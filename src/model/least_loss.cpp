@@ -64,4 +64,48 @@ std::optional<std::vector<std::size_t>> least_loss(std::span<const std::vector<O
   return choice;
 }
 
+std::vector<std::vector<std::size_t>> near_choices(std::span<const std::vector<Option>> items,
+                                                   std::uint64_t budget,
+                                                   const std::vector<std::size_t>& choice,
+                                                   std::size_t count) {
+  std::uint64_t size = 0;
+  for (std::size_t i = 0; i < items.size(); ++i) size += items[i][choice[i]].size;
+  struct Change {
+    std::size_t item, option;
+    std::int64_t size;
+    double loss;
+  };
+  std::vector<Change> changes;
+  for (std::size_t i = 0; i < items.size(); ++i)
+    for (std::size_t option = 0; option < items[i].size(); ++option) {
+      const Option &to = items[i][option], &from = items[i][choice[i]];
+      if (option != choice[i])
+        changes.push_back({i, option, static_cast<std::int64_t>(to.size - from.size), to.loss - from.loss});
+    }
+  struct Found {
+    double loss;
+    std::vector<Change> changes;
+  };
+  std::vector<Found> found;
+  const auto consider = [&](double loss, std::int64_t more, std::vector<Change> all) {
+    if (static_cast<std::int64_t>(size) + more <= static_cast<std::int64_t>(budget))
+      found.push_back({loss, std::move(all)});
+  };
+  for (auto first = changes.begin(); first != changes.end(); ++first) {
+    consider(first->loss, first->size, {*first});
+    for (auto second = first + 1; second != changes.end(); ++second)
+      if (second->item != first->item)
+        consider(first->loss + second->loss, first->size + second->size, {*first, *second});
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Found& a, const Found& b) { return a.loss < b.loss; });
+  found.resize(std::min(found.size(), count));
+  std::vector<std::vector<std::size_t>> choices;
+  for (const Found& one : found) {
+    choices.push_back(choice);
+    for (const Change& change : one.changes) choices.back()[change.item] = change.option;
+  }
+  return choices;
+}
+
 }  // namespace gatefold

@@ -22,4 +22,10 @@ struct Option {
 std::optional<std::vector<std::size_t>> least_loss(std::span<const std::vector<Option>> items,
                                                    std::uint64_t budget);
 
+/// Up to `count` other choices within the budget, those with the least sums of losses first, of all that
+/// differ from `choice` in one item or two.
+std::vector<std::vector<std::size_t>> near_choices(std::span<const std::vector<Option>> items,
+                                                   std::uint64_t budget,
+                                                   const std::vector<std::size_t>& choice, std::size_t count);
+
 }  // namespace gatefold

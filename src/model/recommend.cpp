@@ -50,8 +50,8 @@ class Measurement {
         options_(options),
         window_(options.calibrate.window),
         measured_(options.method ? tokens.subspan(fit_tokens(tokens.size(), window_)) : tokens),
-        fit_(*model_, options.method ? tokens.first(fit_tokens(tokens.size(), window_)) : tokens.first(0),
-             window_),
+        calibrated_(options.method ? tokens.first(fit_tokens(tokens.size(), window_)) : tokens.first(0)),
+        fit_(*model_, calibrated_, window_),
         here_(*model_, measured_, window_),
         ahead_(*model_, measured_, window_),
         store_(std::move(store)) {}
@@ -80,43 +80,59 @@ class Measurement {
 
   /// The KL to the unquantized model, with the experts of this layer in the scheme.
   Result<double> measure(int layer, SchemeId id) {
-    LayerOptions options{options_.calibrate, std::nullopt};
-    options.scheme = id;
-    if (options_.method) options.method = *options_.method;
-    auto quantized = quantize_layer(layer, options);
-    if (!quantized) return quantized.status();
-    Stream stream = here_.stream();
-    if (Status status = run_layer(model_->checkpoint, layer, options, *quantized, stream); !status.ok())
-      return status;
-    ahead_.stream() = std::move(stream);
+    ahead_.stream() = here_.stream();
+    Stream calibrated = fit_.stream();
+    if (Status status = quantize_layer(layer, id, calibrated, ahead_.stream()); !status.ok()) return status;
+    return divergence_ahead(layer + 1);
+  }
+
+  /// The same with all layers in their schemes, quantized one after the other.
+  Result<double> measure(const std::map<int, SchemeId>& schemes) {
+    ahead_ = TextStream(*model_, measured_, window_);
+    TextStream fit(*model_, calibrated_, window_);
+    for (int layer = 0; layer < model_->checkpoint.config().layers; ++layer) {
+      Status status = ahead_.advance(layer);
+      if (status.ok()) status = fit.advance(layer);
+      if (const auto found = schemes.find(layer); status.ok() && found != schemes.end())
+        status = quantize_layer(layer, found->second, fit.stream(), ahead_.stream());
+      if (!status.ok()) return status;
+    }
+    return divergence_ahead(model_->checkpoint.config().layers);
+  }
+
+ private:
+  Result<double> divergence_ahead(int layer) {
     std::vector<double> sums;
     double kl = 0;
-    const Status status =
-        run_ahead(layer + 1, [&](std::int64_t first, std::int64_t rows, const float* logits) {
-          sums.resize(static_cast<std::size_t>(rows));
+    const Status status = run_ahead(layer, [&](std::int64_t first, std::int64_t rows, const float* logits) {
+      sums.resize(static_cast<std::size_t>(rows));
 #pragma omp parallel for num_threads(model_->options.threads)
-          for (std::int64_t r = 0; r < rows; ++r)
-            sums[r] = divergence(store_.row(first + r), logits + r * vocab(), vocab());
-          for (const double sum : sums) kl += sum;
-        });
+      for (std::int64_t r = 0; r < rows; ++r)
+        sums[r] = divergence(store_.row(first + r), logits + r * vocab(), vocab());
+      for (const double sum : sums) kl += sum;
+    });
     if (!status.ok()) return status;
     return kl / static_cast<double>(measured_.size() / static_cast<std::size_t>(window_) *
                                     static_cast<std::size_t>(window_));
   }
 
- private:
   std::int64_t vocab() const {
     return model_->checkpoint.config().vocab;
   }
 
-  Result<QuantizedLayer> quantize_layer(int layer, const LayerOptions& options) {
+  /// Quantizes the experts of a layer, and takes both streams through them; without a method, one.
+  Status quantize_layer(int layer, SchemeId id, Stream& calibrated, Stream& measured) {
+    LayerOptions options{options_.calibrate, std::nullopt};
+    options.scheme = id;
+    if (options_.method) options.method = *options_.method;
     const auto cancelled = [&] { return options.cancelled && options.cancelled(); };
-    if (!options_.method)
-      return cancelled() ? Status(Code::io_error, "interrupted")
-                         : rounded_layer(model_->checkpoint, layer, options.scheme, options_.quantize,
-                                         options.threads);
-    Stream stream = fit_.stream();
-    return calibrate_layer(model_->checkpoint, layer, options, stream, [&] { return !cancelled(); });
+    if (cancelled()) return {Code::io_error, "interrupted"};
+    const auto quantized =
+        options_.method
+            ? calibrate_layer(model_->checkpoint, layer, options, calibrated, [&] { return !cancelled(); })
+            : rounded_layer(model_->checkpoint, layer, id, options_.quantize, options.threads);
+    return quantized ? run_layer(model_->checkpoint, layer, options, *quantized, measured)
+                     : quantized.status();
   }
 
   /// Of `ahead_`, from the attention of a layer on.
@@ -134,51 +150,84 @@ class Measurement {
   std::shared_ptr<const Decoder::State> model_;
   const RecommendOptions& options_;
   const int window_;
-  std::span<const std::int32_t> measured_;
+  std::span<const std::int32_t> measured_, calibrated_;
   TextStream fit_, here_, ahead_;  // `ahead_` leaves `here_` with a quantized layer
   LogitsStore store_;
 };
 
-/// Marks what is chosen, and writes it down.
-Status choose(const Checkpoint& source, const RecommendOptions& options, Recommendation& out) {
-  const MoeSpec& spec = source.config().moe;
-  std::map<int, std::vector<Option>> by_layer;
-  std::map<int, std::vector<Sensitivity*>> rows;
-  for (Sensitivity& row : out.measured) {
-    by_layer[row.layer].push_back({row.bytes, row.kl});
-    rows[row.layer].push_back(&row);
-  }
+/// What was measured, as a choice of one option for each layer.
+struct Choices {
+  std::vector<std::vector<Sensitivity*>> rows;
   std::vector<std::vector<Option>> items;
+  std::uint64_t budget = 0;  ///< bytes
+  std::vector<std::vector<std::size_t>> found;
+};
+
+/// The best choice, and others that may be better as a whole: at most `count` in all, one at least.
+Result<Choices> best_choices(const MoeSpec& spec, const RecommendOptions& options,
+                             std::vector<Sensitivity>& measured) {
+  Choices all;
   std::uint64_t least = 0;
-  for (const auto& [layer, list] : by_layer) {
-    items.push_back(list);
+  for (std::size_t i = 0; i < measured.size(); ++i) {
+    if (i == 0 || measured[i].layer != measured[i - 1].layer)
+      all.rows.emplace_back(), all.items.emplace_back();
+    all.rows.back().push_back(&measured[i]);
+    all.items.back().push_back({measured[i].bytes, measured[i].kl});
+  }
+  for (const auto& list : all.items)
     least +=
         std::min_element(list.begin(), list.end(), [](auto& a, auto& b) { return a.size < b.size; })->size;
+  const double weights = static_cast<double>(expert_weights(spec)) * static_cast<double>(all.items.size());
+  all.budget = static_cast<std::uint64_t>(options.budget * weights / 8);
+  const auto best = least_loss(all.items, all.budget);
+  if (!best)
+    return Status(Code::invalid_argument,
+                  fmt::format("a budget of {} bits per weight: the smallest schemes need {:.4f}",
+                              options.budget, 8 * static_cast<double>(least) / weights));
+  all.found = {*best};
+  if (options.whole < 2) return all;
+  // All layers in one scheme: rows have the same schemes in the same order.
+  std::optional<std::size_t> single;
+  double least_kl = 0;
+  for (std::size_t i = 0; !all.items.empty() && i < all.items[0].size(); ++i) {
+    std::uint64_t bytes = 0;
+    double kl = 0;
+    for (const auto& list : all.items) bytes += list[i].size, kl += list[i].loss;
+    if (bytes <= all.budget && (!single || kl < least_kl)) single = i, least_kl = kl;
   }
-  const double weights = static_cast<double>(expert_weights(spec)) * static_cast<double>(items.size());
-  const auto choice = least_loss(items, static_cast<std::uint64_t>(options.budget * weights / 8));
-  if (!choice)
-    return {Code::invalid_argument,
-            fmt::format("a budget of {} bits per weight: the smallest schemes need {:.4f}", options.budget,
-                        8 * static_cast<double>(least) / weights)};
+  if (single) {
+    const std::vector<std::size_t> choice(all.items.size(), *single);
+    if (choice != *best) all.found.push_back(choice);
+  }
+  for (auto& choice : near_choices(all.items, all.budget, *best, static_cast<std::size_t>(options.whole)))
+    if (all.found.size() < static_cast<std::size_t>(options.whole) &&
+        std::find(all.found.begin(), all.found.end(), choice) == all.found.end())
+      all.found.push_back(std::move(choice));
+  return all;
+}
+
+/// Marks what is chosen, and writes it down.
+void choose(const Checkpoint& source, const RecommendOptions& options, const Choices& choices,
+            const std::vector<std::size_t>& choice, Recommendation& out) {
   std::map<SchemeId, std::string> layers;
-  std::size_t item = 0;
   std::uint64_t bytes = 0;
-  for (auto& [layer, list] : rows) {
-    Sensitivity& chosen = *list[(*choice)[item++]];
+  for (std::size_t i = 0; i < choice.size(); ++i) {
+    Sensitivity& chosen = *choices.rows[i][choice[i]];
     chosen.chosen = true;
     bytes += chosen.bytes;
     out.kl += chosen.kl;
     std::string& together = layers[chosen.scheme];
-    together += fmt::format("{}{}", together.empty() ? "" : "|", layer);
+    together += fmt::format("{}{}", together.empty() ? "" : "|", chosen.layer);
   }
-  out.bits_per_weight = 8 * static_cast<double>(bytes) / weights;
+  const MoeSpec& spec = source.config().moe;
+  out.bits_per_weight = 8 * static_cast<double>(bytes) /
+                        (static_cast<double>(expert_weights(spec)) * static_cast<double>(choice.size()));
   for (const auto& [id, together] : layers)
     out.recipe.rules.push_back({source.experts_pattern(together), id});
-  out.recipe.comment = fmt::format(
-      "gatefold recommend, {}: {:.4f} bits per expert weight within {}, predicted KL {:.5f}",
-      options.method ? name(*options.method) : "rtn", out.bits_per_weight, options.budget, out.kl);
-  return {};
+  out.recipe.comment =
+      fmt::format("gatefold recommend, {}: {:.4f} bits per expert weight within {}, {} KL {:.5f}",
+                  options.method ? name(*options.method) : "rtn", out.bits_per_weight, options.budget,
+                  out.whole_kl ? "measured" : "predicted", out.whole_kl.value_or(out.kl));
 }
 
 }  // namespace
@@ -208,7 +257,12 @@ Result<Recommendation> recommend(const Checkpoint& source, std::span<const std::
   if (Status status = measurement.run_unquantized(); !status.ok()) return status;
   Recommendation out;
   const auto total = std::count(config.is_moe.begin(), config.is_moe.end(), true) *
-                     static_cast<std::int64_t>(schemes->size());
+                         static_cast<std::int64_t>(schemes->size()) +
+                     options.whole;
+  std::int64_t done = 0;
+  const auto step = [&] {
+    if (options.progress) options.progress(++done, total);
+  };
   for (int layer = 0; layer < config.layers; ++layer) {
     if (Status status = measurement.enter(layer); !status.ok()) return status;
     if (!config.is_moe[layer]) continue;
@@ -217,12 +271,24 @@ Result<Recommendation> recommend(const Checkpoint& source, std::span<const std::
       if (!kl) return kl.status();
       const std::uint64_t bytes = expert_bytes(config.moe, id);
       out.measured.push_back({layer, id, bytes, bits_of(config.moe, bytes), *kl, false});
-      if (options.measured)
-        options.measured(out.measured.back(), static_cast<std::int64_t>(out.measured.size()), total);
+      step();
     }
     if (Status status = measurement.leave(layer); !status.ok()) return status;
   }
-  if (Status status = choose(source, options, out); !status.ok()) return status;
+  const auto choices = best_choices(config.moe, options, out.measured);
+  if (!choices) return choices.status();
+  const std::vector<std::size_t>* best = &choices->found[0];
+  for (const auto& choice : choices->found) {
+    if (options.whole == 0) break;
+    std::map<int, SchemeId> of_layers;
+    for (std::size_t i = 0; i < choice.size(); ++i)
+      of_layers[choices->rows[i][choice[i]]->layer] = choices->rows[i][choice[i]]->scheme;
+    const auto kl = measurement.measure(of_layers);
+    if (!kl) return kl.status();
+    if (!out.whole_kl || *kl < *out.whole_kl) out.whole_kl = *kl, best = &choice;
+    step();
+  }
+  choose(source, options, *choices, *best, out);
   return out;
 }
 

@@ -32,8 +32,8 @@ class TextStream {
   template <class Function>
   void for_each_window(const Function& f);
 
-  const Decoder::State& model_;
-  const std::int64_t hidden_, window_;
+  const Decoder::State* model_;
+  std::int64_t hidden_, window_;
   Sequence::State sequence_;
   Stream stream_;
 };
