@@ -10,27 +10,23 @@
 namespace gatefold::cuda {
 namespace {
 
-/// Clocks of a multiprocessor, as fitted to measurements (docs/performance.md).
+/// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/performance.md): of a group of
+/// units in one item, or of a tile of groups; and for each token that is multiplied.
 struct Costs {
-  double warps_decode, warps_tile;     ///< of a step of a group of units; and for each 8 tokens
-  double groups_decode, groups_token;  ///< of a step of a tile of 8 groups; and for each token
+  double decode, token;
 };
-constexpr Costs costs_of(const PackedFormat& p) {
-  const bool scaled = p.scale.stored() && !p.folded;
-  const double scales = scaled ? 4.0 * p.groups() : 0.0;
-  switch (p.value.bits) {
-    case 16:
-      return {30, 85, 900, 16};
-    case 8:
-      return {50, 85 + scales, 1200, 16 + scales / 8};
-    default:
-      return {35, 85 + scales, 1300, 16 + scales / 8};
-  }
+Costs costs_of(int bits, const GemmChoice& choice) {
+  if (choice.tuning.body == CudaTuning::Body::warps)
+    return {bits == 16 ? 92.0 : bits == 8 ? 62.0 : 43.0, 9.9};
+  if (choice.kernels[0].tokens == kFewTokensOfTile)
+    return {bits == 16 ? 707.0 : bits == 8 ? 1110.0 : 907.0, 15.6};
+  return {bits == 16 ? 0.0 : bits == 8 ? 501.0 : 306.0, 20.8};
 }
-constexpr double kReadBytes = 2200;   ///< that the device reads in a clock
-constexpr double kCacheBytes = 4600;  ///< the same from its L2 cache
-constexpr double kStart = 5000;       ///< of a multiply, and of a kernel that cuts tokens into items
-constexpr double kItems = 4000;
+constexpr double kReadBytes = 2980;   ///< that the device reads in a clock, from memory
+constexpr double kCacheBytes = 3680;  ///< and from its L2 cache
+constexpr double kOverlap = 2.4;      ///< reading and multiplying overlap: a norm of this power
+constexpr double kStart = 10800;      ///< of a multiply
+constexpr double kItems = 12400;      ///< of a kernel that cuts tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
 struct Load {
@@ -59,7 +55,7 @@ std::vector<Load> loads(const GemmWork& work, int tokens) {
 }
 
 /// Tokens by which an item is multiplied: kernels have a faster way for fewer.
-int multiplied_tokens(const CudaTuning& tuning, int kernel_tokens, int count) {
+int multiplied_tokens(const CudaTuning& tuning, int kernel_tokens, double count) {
   if (tuning.body == CudaTuning::Body::warps)
     return count <= kernel_tokens / 2 ? std::max(kTileTokens, kernel_tokens / 2) : kernel_tokens;
   const int fewer = kernel_tokens == kFewTokensOfTile ? 32 : 64;
@@ -71,35 +67,33 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
                int multiprocessors) {
   const PackedFormat format = packed_format(gatefold::scheme(work.scheme).weight);
   const PackedShape shape(format, m.rows, m.k, m.count);
-  const Costs costs = costs_of(format);
+  const Costs costs = costs_of(format.value.bits, choice);
   const bool warps = choice.tuning.body == CudaTuning::Body::warps;
-  const double groups = static_cast<double>(shape.units) / kGroupUnits,
-               steps = static_cast<double>(shape.records);
   const int kernel_tokens = choice.kernels[0].tokens, tile = choice.tuning.tile_tokens;
-  const double tile_groups = choice.kernels[0].tile_groups;
-  double read = 0, cached = 0, work_clocks = 0, tiles = 0;
+  const double bytes = static_cast<double>(shape.bytes()), steps = static_cast<double>(shape.records),
+               tiles_of_item =
+                   std::ceil(static_cast<double>(shape.units) / kGroupUnits / choice.kernels[0].tile_groups);
+  double read = 0, cached = 0, clocks = 0, tiles = 0;
   for (const Load& load : loads(work, tokens)) {
     if (load.tokens == 0) continue;
     const double full = std::floor(load.tokens / tile);
-    const int rest = static_cast<int>(load.tokens - full * tile);
-    const auto add = [&](double items, int count) {
-      const double by = multiplied_tokens(choice.tuning, kernel_tokens, count);
-      items *= load.experts;
-      cached += items * static_cast<double>(shape.bytes());
-      const double of_tiles = items * (warps ? groups : std::ceil(groups / tile_groups));
-      tiles += of_tiles;
-      work_clocks += of_tiles * steps *
-                     (warps ? costs.warps_decode + costs.warps_tile * by / kTileTokens
-                            : tile_groups / 8 * (costs.groups_decode + costs.groups_token * by));
+    const auto add = [&](double items, double count) {
+      const double of_items = items * load.experts * tiles_of_item;
+      tiles += of_items;
+      clocks += of_items * steps *
+                (costs.decode + costs.token * multiplied_tokens(choice.tuning, kernel_tokens, count));
+      cached += items * load.experts * bytes;
     };
     add(full, tile);
-    if (rest > 0) add(1, rest);
-    read += load.experts * static_cast<double>(shape.bytes());
+    if (const double rest = load.tokens - full * tile; rest > 0) add(1, rest);
+    read += load.experts * bytes;
   }
   // Warps share out groups equally; tiles are whole.
-  const double waves = tiles / multiprocessors;
-  const double uneven = warps || waves == 0 ? 1 : std::ceil(waves - 1e-9) / waves;
-  return kStart + std::max({read / kReadBytes, cached / kCacheBytes, work_clocks / multiprocessors * uneven});
+  const double waves = tiles / multiprocessors, uneven = warps ? 1 : std::ceil(waves - 1e-9) / waves;
+  const auto term = [](double time) { return std::pow(time, kOverlap); };
+  return kStart + std::pow(term(read / kReadBytes) + term(cached / kCacheBytes) +
+                               term(clocks / multiprocessors * uneven),
+                           1 / kOverlap);
 }
 
 double predict(const GemmWork& work, const GemmChoice& choice, int tokens, int multiprocessors) {
