@@ -198,7 +198,7 @@ TEST_F(CalibrateTest, ResumesAfterTheLastLayer) {
   const std::string other = error("out", options);
   EXPECT_NE(other.find("another run"), std::string::npos) << other;
   EXPECT_NE(other.find("damping 0.02"), std::string::npos) << other;
-  options.damping = 0.01;
+  options.damping.reset();
   std::int64_t left = 0;
   options.progress = [&](std::int64_t, std::int64_t total) { left = total; };
   EXPECT_EQ(run("out", options).resumed_layers, 2);

@@ -26,7 +26,7 @@ void add_calibration_options(CLI::App* command, CalibrationOptions& options) {
   command->add_flag("--all-experts", options.all_experts, "Every expert sees every token");
   command->add_option("--damping", options.calibrate.damping, "Of the Hessian, in parts of its mean diagonal")
       ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->default_str("0.1; smoothquant: 0.01");
   command->add_option("--window", options.calibrate.window, "Tokens that attend to each other")
       ->check(CLI::Range(2, 65536))
       ->capture_default_str();

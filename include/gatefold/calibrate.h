@@ -42,8 +42,9 @@ struct CalibrateOptions {
   /// Where experts are quantized; routing, attention and shared experts are on the CPU. cuda: gptq only.
   Device device = Device::cpu();
   int window = 512;  ///< tokens that attend to each other
-  /// gptq: this and 3 * inputs / tokens (at most 1) of the mean of the Hessian's diagonal, added to it.
-  double damping = 0.1;
+  /// gptq and smoothquant: this and 3 * inputs / tokens (at most 1) of the mean of the Hessian's diagonal,
+  /// added to it. By default 0.1; with smoothquant, which stores more bits, 0.01.
+  std::optional<double> damping = {};
   /// An expert that fewer tokens are routed to sees others as well, with a tenth of the weight. As many as
   /// there are tokens: every expert sees all of them.
   std::int64_t min_samples = 256;
@@ -54,6 +55,8 @@ struct CalibrateOptions {
   std::function<bool()> cancelled = {};  ///< as in ConvertOptions
   /// Experts done, of all layers' (those of layers that --resume finds done do not count).
   std::function<void(std::int64_t done, std::int64_t total)> progress = {};
+
+  double effective_damping() const { return damping.value_or(method == Method::smoothquant ? 0.01 : 0.1); }
 };
 
 struct CalibrateReport {

@@ -60,7 +60,7 @@ std::string describe_job(const Checkpoint& source, std::span<const std::int32_t>
       "{} {} on {}, {}, window {}, damping {}, at least {} samples, model {:016x}, {} tokens {:016x}",
       name(options.method), describe(schemes), options.device.kind == Device::Kind::cuda ? "cuda" : "cpu",
       options.activation_scale == ActivationScale::mse ? "mse" : "percentile", options.window,
-      options.damping, options.min_samples, model.value(), tokens.size(), text.value());
+      options.effective_damping(), options.min_samples, model.value(), tokens.size(), text.value());
 }
 
 Status check_schemes(const Checkpoint& source, const ModelSchemes& schemes, const CalibrateOptions& options) {

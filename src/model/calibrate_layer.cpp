@@ -288,7 +288,7 @@ Floats Layer::inner_of(const Ffn& ffn, const Samples& samples) const {
 GptqOptions Layer::gptq_options(const Samples& samples, std::int64_t k) const {
   const double unknown =
       static_cast<double>(k) / static_cast<double>(std::max<std::int64_t>(1, samples.routed));
-  return {.damping = options_.damping + std::min(1.0, damping_per_unknown * unknown)};
+  return {.damping = options_.effective_damping() + std::min(1.0, damping_per_unknown * unknown)};
 }
 
 Status Layer::quantize_matrix(const Floats& weights, const Floats& hessian, const GptqOptions& gptq_options,

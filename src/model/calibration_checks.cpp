@@ -20,9 +20,9 @@ Status check_method(const Scheme& scheme, Method method) {
 
 Status check_calibration(const Checkpoint& source, std::span<const std::int32_t> tokens,
                          const CalibrateOptions& options) {
-  if (options.min_samples < 0 || options.threads < 0 || !(options.damping >= 0))
+  if (options.min_samples < 0 || options.threads < 0 || !(options.effective_damping() >= 0))
     return {Code::invalid_argument, fmt::format("min_samples {}, threads {}, damping {}", options.min_samples,
-                                                options.threads, options.damping)};
+                                                options.threads, options.effective_damping())};
   if (options.method != Method::gptq && options.device.kind == Device::Kind::cuda)
     return {Code::invalid_argument,
             fmt::format("{} runs on the CPU; gptq runs on a GPU, too", name(options.method))};
