@@ -20,7 +20,7 @@
 namespace gatefold {
 
 struct GptqOptions {
-  double damping = 0.1;  ///< of the mean of diag(H), added to it
+  double damping = 0.1;   ///< of the mean of diag(H), added to it
   int refinements = 4;    ///< turns of step 3 at most
   float tensor_amax = 0;  ///< as in QuantizeOptions
 };
