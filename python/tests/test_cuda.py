@@ -68,37 +68,42 @@ def run_on_cpu(packed, dtype):
     return gatefold.MoePlan.create(packed).run(x.to(dtype), ids, w).double().numpy()
 
 
-@pytest.mark.parametrize("how", ["module", "plan"])
-def test_work_is_queued_in_the_callers_stream(how):
+@pytest.fixture(params=["module", "plan"])
+def call(request):
     module = experts()
-    plan = gatefold.MoePlan.create(module.experts)
-    call = module if how == "module" else plan.run
+    return module if request.param == "module" else gatefold.MoePlan.create(module.experts).run
+
+
+def late_copy(x):
+    """Is written a tenth of a second from now, by the current stream."""
+    late = torch.full_like(x, torch.nan)
+    torch.cuda._sleep(100_000_000)
+    return late.copy_(x)
+
+
+def test_work_is_queued_in_the_callers_stream(call):
     x, ids, w = tensors(3)
     expected = call(x, ids, w)
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        late = torch.full_like(x, torch.nan)
-        torch.cuda._sleep(100_000_000)
-        late.copy_(x)
-        y = call(late, ids, w)
-        assert not stream.query()  # nobody has waited
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y = call(late_copy(x), ids, w)
+        assert not torch.cuda.current_stream().query()  # nobody has waited
         assert torch.equal(y, expected)
-    late = torch.full_like(x, torch.nan)
+
+
+def test_work_is_queued_in_the_stream_that_is_named():
+    plan = gatefold.MoePlan.create(experts().experts)
+    x, ids, w = tensors(3)
+    expected, stream = plan.run(x, ids, w), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        late.copy_(x)
-    y = plan.run(late, ids, w, stream=stream.cuda_stream)
+        late = late_copy(x)
+    y = plan.run(late, ids, w, out=torch.empty_like(x), stream=stream.cuda_stream)
     stream.synchronize()
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("how", ["module", "plan"])
-def test_graph(how):
-    module = experts()
-    plan = gatefold.MoePlan.create(module.experts)
-    call = module if how == "module" else plan.run
+def test_graph(call):
     x, ids, w = tensors(3)
     expected = call(x, ids, w)
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -63,11 +63,6 @@ PanelShape panel_shape(const Scheme& scheme, Format scale_format, std::int64_t n
 /// `stride` bytes apart, so that matrices that are multiplied by the same inputs can take turns.
 void pack_panels(const QuantizedMatrix& matrix, const PanelShape& shape, std::byte* out, std::size_t stride);
 
-/// The way back: fills values, scales and zero points of a matrix whose other members are set. Errors: a row
-/// that held NaN or Inf.
-Status unpack_panels(const std::byte* panels, const PanelShape& shape, std::size_t stride,
-                     QuantizedMatrix& matrix);
-
 /// How activations are multiplied. Weights whose codes are small integers (or twice a value is one) take
 /// bytes, which int8 multiplies take four at a time:
 ///   limbs1  int8 and e2m1 activations (e2m1: twice the value), exact

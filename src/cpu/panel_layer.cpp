@@ -3,6 +3,7 @@
 
 #include "cpu/layer.h"
 #include "cpu/panel.h"
+#include "cpu/panel_unpack.h"
 #include "gatefold/codec.h"
 
 namespace gatefold {

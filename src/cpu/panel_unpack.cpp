@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/panel.h"
+#include "cpu/panel_unpack.h"
 #include "format/matrix.h"
 
 namespace gatefold {
