@@ -28,7 +28,8 @@ import warnings
 
 import safetensors
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig, GenerationConfig
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -51,14 +52,24 @@ def quantize_(model, scheme, *, modules=None, scale_search=False, keep_state=Tru
     """Replaces the experts modules of a model in place, one after the other, by quantized ones: memory falls as it goes.
     keep_state=False: a model on a GPU cannot be saved, and takes no host memory for that. modules: names of experts modules, or patterns ("model.layers.[0-3].*"); None: all.
     Returns the model. Raises InvalidArgument if there is none, Unsupported for experts that Gatefold cannot run."""
-    for name in _experts_modules(model, modules):
+    names = _experts_modules(model, modules)
+    _quantize(model, dict.fromkeys(names, scheme), scale_search, keep_state)
+    config = getattr(model.config, "quantization_config", None)
+    if not isinstance(config, GatefoldConfig):
+        config = GatefoldConfig({}, scale_search=scale_search, keep_state=keep_state)
+    model.config.quantization_config = config  # for save_pretrained
+    config.scheme = config.schemes(model) | dict.fromkeys(names, scheme)
+    return model
+
+
+def _quantize(model, schemes, scale_search, keep_state):
+    for name, scheme in schemes.items():
         module = model.get_submodule(name)
         experts = QuantizedExperts.of(module, _top_k(model, module), scheme, scale_search=scale_search)
         if not keep_state:
             experts.drop_state()
         _replace(model, name, experts)
         del module
-    return model
 
 
 class QuantizedExperts(_torch.Experts):
@@ -86,8 +97,8 @@ class QuantizedExperts(_torch.Experts):
 
 @register_quantization_config(_NAME)
 class GatefoldConfig(QuantizationConfigMixin):
-    """scheme: of the experts (gatefold.schemes()). modules, scale_search, keep_state: as for quantize_. directory: experts
-    come from there, whatever scheme they are in (from_pretrained() below)."""
+    """scheme: of the experts (gatefold.schemes()), or {experts module: scheme}. modules, scale_search, keep_state: as for
+    quantize_. directory: experts come from there, whatever scheme they are in (from_pretrained() below)."""
 
     def __init__(self, scheme="mxfp4", modules=None, scale_search=False, keep_state=True, directory=None, **kwargs):
         self.quant_method = _NAME
@@ -96,8 +107,15 @@ class GatefoldConfig(QuantizationConfigMixin):
         self.scale_search = scale_search
         self.keep_state = keep_state
         self.directory = directory
-        if directory is None and scheme not in [row.name for row in _core.schemes()]:
-            raise _core.InvalidArgument(f"there is no scheme '{scheme}'; gatefold.schemes() lists them")
+        for name in () if directory is not None else scheme.values() if isinstance(scheme, dict) else [scheme]:
+            if name not in [row.name for row in _core.schemes()]:
+                raise _core.InvalidArgument(f"there is no scheme '{name}'; gatefold.schemes() lists them")
+
+    def schemes(self, model):
+        """Of the experts modules of a model that are quantized."""
+        if isinstance(self.scheme, dict):
+            return self.scheme
+        return dict.fromkeys(_experts_modules(model, self.modules), self.scheme)
 
 
 @register_quantizer(_NAME)
@@ -110,10 +128,12 @@ class GatefoldQuantizer(HfQuantizer):
             self._names = _experts_modules(model, None)
             for name in self._names:
                 _replace(model, name, torch.nn.Module())
-        elif self.pre_quantized:
-            for name in _experts_modules(model, config.modules):
+            return
+        config.scheme = config.schemes(model)  # as long as the modules can be found
+        if self.pre_quantized:
+            for name, scheme in config.scheme.items():
                 module = model.get_submodule(name)
-                _replace(model, name, QuantizedExperts.empty(module, _top_k(model, module), config.scheme))
+                _replace(model, name, QuantizedExperts.empty(module, _top_k(model, module), scheme))
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
@@ -128,8 +148,7 @@ class GatefoldQuantizer(HfQuantizer):
                     if not config.keep_state:
                         module.drop_state()
         else:
-            quantize_(model, config.scheme, modules=config.modules, scale_search=config.scale_search,
-                      keep_state=config.keep_state)
+            _quantize(model, config.scheme, config.scale_search, config.keep_state)
         return model
 
     def get_new_dtype(self, converter, param, dtype):
@@ -148,10 +167,10 @@ class GatefoldQuantizer(HfQuantizer):
         return True
 
 
-def from_pretrained(directory, *, auto_class=AutoModelForCausalLM, config=None, **options):
+def from_pretrained(directory, *, model_class=None, config=None, **options):
     """A model whose experts are those of a checkpoint that Gatefold can read (what `gatefold quantize` and
     quantize_checkpoint write, or GPTQ, AWQ, ... ones), as they are stored and never decompressed. options: of
-    auto_class.from_pretrained. The result cannot be saved: the directory has it. Raises Unsupported if other parts of
+    model_class.from_pretrained; None: the class that the config names. The result cannot be saved: the directory has it. Raises Unsupported if other parts of
     the model are quantized too, BadFile and IoError."""
     config = AutoConfig.from_pretrained(directory) if config is None else copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
@@ -160,11 +179,15 @@ def from_pretrained(directory, *, auto_class=AutoModelForCausalLM, config=None, 
     for file in sorted(pathlib.Path(directory).glob("*.safetensors")):
         with safetensors.safe_open(file, "pt") as tensors:
             rest |= {name: tensors.get_tensor(name) for name in tensors.keys() if ".experts." not in name}
-    model, info = auto_class.from_pretrained(directory, config=config, state_dict=rest, output_loading_info=True,
-                                             quantization_config=GatefoldConfig(None, directory=str(directory)), **options)
+    model_class = model_class or getattr(transformers, config.architectures[0])
+    model, info = model_class.from_pretrained(None, config=config, state_dict=rest, output_loading_info=True,
+                                              quantization_config=GatefoldConfig(None, directory=str(directory)), **options)
     if odd := sorted([*info["unexpected_keys"], *info["missing_keys"]]):
         raise _core.Unsupported(f"{directory}: {type(model).__name__} and the checkpoint differ in {odd[:3]}...: are "
                                 "other parts than the routed experts quantized?")
+    model.config.name_or_path = str(directory)
+    if model.can_generate() and (pathlib.Path(directory) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
 
 

@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include <nanobind/stl/string.h>
+
 #include "errors.h"
 #include "gatefold/codec.h"
 #include "torch_abi.h"

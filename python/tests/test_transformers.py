@@ -95,10 +95,11 @@ def test_quantized_families(family, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     on_load = load(source, quantization_config=gt.GatefoldConfig("int8"), dtype=torch.float32)
     expect_same_bits(on_load, model)
-    on_load.save_pretrained(target)
-    again = load(target, dtype=torch.float32)
-    expect_same_bits(again, model)
-    assert again.config.quantization_config.scheme == "int8"
+    for saved in (on_load, model):
+        saved.save_pretrained(target / "on load" if saved is on_load else target / "in place")
+    for again in (load(folder, dtype=torch.float32) for folder in target.iterdir()):
+        expect_same_bits(again, model)
+        assert set(again.config.quantization_config.schemes(again).values()) == {"int8"}
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "uint4_g128", "fp8_block"])
@@ -121,11 +122,16 @@ def test_weights_that_change_are_packed_again():
     assert relative(changed, logits(model)) <= 0.02
 
 
-def test_some_modules_only():
+def test_some_modules_only(tmp_path):
     model = gt.quantize_(tiny("qwen3_moe"), "mxfp4", modules="model.layers.1.*")
     kinds = [type(layer.mlp.experts).__name__ for layer in model.model.layers]
     assert kinds == ["Qwen3MoeExperts", "QuantizedExperts"]
     copy.deepcopy(model)
+    gt.quantize_(model, "int8")  # the rest
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert [layer.mlp.experts.spec.scheme for layer in again.model.layers] == ["int8", "mxfp4"]
+    expect_same_bits(again, model)
     with pytest.raises(gatefold.InvalidArgument, match="no experts modules that match"):
         gt.quantize_(model, "mxfp4", modules=["model.layers.7.*"])
     with pytest.raises(gatefold.InvalidArgument, match="no scheme 'int5'"):

@@ -13,6 +13,7 @@
 #include "checkpoint/compressed_tensors.h"
 #include "checkpoint/families.h"
 #include "checkpoint/fused_amax.h"
+#include "checkpoint/plain_view.h"
 #include "checkpoint/safetensors_writer.h"
 #include "checkpoint/staging.h"
 #include "gatefold/checkpoint.h"
@@ -345,7 +346,7 @@ Result<QuantizedMatrix> Converter::quantized(const Job& job) const {
   if (!amax.ok()) return amax.status();
   QuantizeOptions options = options_.quantize;
   options.tensor_amax = *amax;
-  return quantize(*job.scheme, std::get<MatrixView>(*matrix), options);
+  return quantize(*job.scheme, *plain_view(*matrix), options);  // convert() takes unquantized experts alone
 }
 
 Status Converter::quantize_matrix(const Job& job, const SafetensorsWriter& writer) const {
