@@ -13,7 +13,6 @@
 #include "checkpoint/compressed_tensors.h"
 #include "checkpoint/families.h"
 #include "checkpoint/fused_amax.h"
-#include "checkpoint/plain_view.h"
 #include "checkpoint/safetensors_writer.h"
 #include "checkpoint/staging.h"
 #include "gatefold/checkpoint.h"
@@ -346,7 +345,8 @@ Result<QuantizedMatrix> Converter::quantized(const Job& job) const {
   if (!amax.ok()) return amax.status();
   QuantizeOptions options = options_.quantize;
   options.tensor_amax = *amax;
-  return quantize(*job.scheme, *plain_view(*matrix), options);  // convert() takes unquantized experts alone
+  if (const auto* view = std::get_if<MatrixView>(&*matrix)) return quantize(*job.scheme, *view, options);
+  return Status(Code::unsupported, "unquantized experts that are stored transposed cannot be converted");
 }
 
 Status Converter::quantize_matrix(const Job& job, const SafetensorsWriter& writer) const {
