@@ -5,11 +5,10 @@
 Ways of doing the same take turns, and each gets its median of many runs: what else the machine does hits all of them.
 """
 import pathlib
-import resource
 import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 
 import numpy as np
@@ -21,17 +20,19 @@ import gatefold
 import gatefold.torch
 import gatefold.transformers
 
-TINY = pathlib.Path(__file__).resolve().parents[1] / "models/tiny-moe"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TINY = ROOT / "models/tiny-moe"
 
 
-def medians(calls, seconds=3.0, most=2000):
-    """us of each call, in turns."""
+def medians(calls, seconds=3.0, most=2000, between=lambda: None):
+    """us of each call, in turns; `between` is called before each and not timed."""
     times = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + seconds * len(calls)
     while time.perf_counter() < end and len(next(iter(times.values()))) < most:
         for name, call in calls.items():
+            between()
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
@@ -45,18 +46,25 @@ def table(title, columns, rows):
 
 
 def overhead():
-    """A call with no tokens: all that happens before and after the kernel."""
+    """A call with no tokens: all that happens before and after the kernel. On a GPU also one token: with the launches,
+    but without waiting for them (the queue is emptied outside of what is timed)."""
     weights = [torch.randn(4, 256, 128), torch.randn(4, 128, 128)]
-    module = gatefold.torch.Experts.quantize(*weights, "int4_g128", top_k=2)
-    plan = gatefold.MoePlan.create(module.experts)
-    arrays = np.empty((0, 128), np.float32), np.empty((0, 2), np.int32), np.empty((0, 2), np.float32)
-    tensors = [torch.from_numpy(array) for array in arrays]
-    out = torch.empty_like(tensors[0])
-    op = torch.ops.gatefold.fused_experts
-    times = medians({"plan.run, numpy": lambda: plan.run(*arrays), "plan.run, numpy, out": lambda: plan.run(*arrays, out=arrays[0]),
-                     "plan.run, torch": lambda: plan.run(*tensors), "plan.run, torch, out": lambda: plan.run(*tensors, out=out),
-                     "torch.ops.gatefold.fused_experts": lambda: op(*tensors, module.handle)}, most=20000)
-    table("Overhead of a call, us", ["us"], {name: [value] for name, value in times.items()})
+    op, rows = torch.ops.gatefold.fused_experts, {}
+    for device in ("cpu", "cuda") if gatefold.has_cuda and torch.cuda.is_available() else ("cpu",):
+        module = gatefold.torch.Experts.quantize(*weights, "int4_g128", top_k=2, device=device)
+        plan = gatefold.MoePlan.create(module.experts)
+        for tokens in (0,) if device == "cpu" else (0, 1):
+            arrays = np.zeros((tokens, 128), np.float32), np.zeros((tokens, 2), np.int32), np.zeros((tokens, 2), np.float32)
+            tensors = [torch.from_numpy(array).to(device) for array in arrays]
+            out, handle = torch.empty_like(tensors[0]), module.handle
+            calls = {"plan.run, torch": lambda: plan.run(*tensors), "plan.run, torch, out": lambda: plan.run(*tensors, out=out),
+                     "torch.ops.gatefold.fused_experts": lambda: op(*tensors, handle)}
+            if device == "cpu":
+                calls |= {"plan.run, numpy": lambda: plan.run(*arrays), "plan.run, numpy, out": lambda: plan.run(*arrays, out=arrays[0])}
+            between = torch.cuda.synchronize if device == "cuda" else lambda: None
+            times = medians(calls, most=20000, between=between)
+            rows |= {f"{device}, {tokens} tokens: {name}": [value] for name, value in times.items()}
+    table("Overhead of a call, us", ["us"], rows)
 
 
 def model():
@@ -101,36 +109,32 @@ def layer():
 
 
 def memory():
-    """Most memory while a model is quantized, beyond the model; in a process of its own."""
-    program = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import python_bench; python_bench.peak()"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def resident():
-    pages = int(open("/proc/self/statm").read().split()[1])
-    return pages * resource.getpagesize() / 1e6
-
-
-def peak():
+    """Most memory while a model is quantized, beyond what it held before; each in a process of its own."""
     config = Qwen3MoeConfig(vocab_size=256, hidden_size=1024, moe_intermediate_size=512, intermediate_size=512,
                             num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, num_experts=64,
                             num_experts_per_tok=4)
-    torch.set_default_dtype(torch.bfloat16)
-    model = Qwen3MoeForCausalLM(config).eval()
-    one = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters()) / 1e6
-    before, most, done = resident(), [0.0], threading.Event()
+    with tempfile.TemporaryDirectory() as directory:
+        Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+        print(f"\nMemory beside what was there before, MB (experts of a layer: {64 * 3 * 1024 * 512 * 2 / 1e6:.0f})\n\n"
+              "| | at most | after |\n|---|---:|---:|")
+        for how in PEAKS:
+            program = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import python_bench as b; b.peak({directory!r}, {how!r})"
+            subprocess.run([sys.executable, "-c", program], check=True)
 
-    def watch():
-        while not done.wait(0.002):
-            most[0] = max(most[0], resident())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    gatefold.transformers.quantize_(model, "mxfp4")
-    done.set()
-    watcher.join()
-    print(f"\nquantize_ to mxfp4: {before:.0f} MB before, at most {most[0] - before:+.0f} MB beside them (a layer's experts: "
-          f"{one:.0f} MB), {resident():.0f} MB after")
+PEAKS = ("from_pretrained", "quantize_", "from_pretrained with GatefoldConfig")
+
+
+def peak(directory, how):
+    sys.path.append(str(ROOT / "python/tests"))
+    from common import Peak
+
+    options = {"quantization_config": gatefold.transformers.GatefoldConfig("mxfp4")} if how == PEAKS[2] else {}
+    load = lambda: AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **options)
+    model = load() if how == "quantize_" else None
+    with Peak() as held:
+        model = load() if model is None else gatefold.transformers.quantize_(model, "mxfp4")
+    print(f"| `{how}` | {held.most / 1e6:.0f} | {held.after / 1e6:.0f} |")
 
 
 if __name__ == "__main__":

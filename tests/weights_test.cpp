@@ -34,6 +34,24 @@ class EveryScheme : public testing::TestWithParam<std::size_t> {
                                  return e < first_wide ? m : widened(m);
                                });
   }
+  void expect_same_matrices(const ExpertWeights& weights, bool wide) const {
+    for (int e = 0; e < weights.spec().experts; ++e) {
+      const ReferenceFfn& ffn = layer_.reference().routed[static_cast<std::size_t>(e)];
+      for (const auto& [projection, packed] : {std::pair{Projection::gate, &ffn.gate},
+                                               {Projection::up, &ffn.up},
+                                               {Projection::down, &ffn.down}}) {
+        const auto matrix = weights.matrix(e, projection);
+        ASSERT_TRUE(matrix.ok()) << matrix.status().message();
+        const QuantizedMatrix expected = wide ? widened(*packed) : *packed;
+        EXPECT_EQ(matrix->values, expected.values);
+        EXPECT_EQ(matrix->scales, expected.scales);
+        EXPECT_EQ(matrix->scale_format, expected.scale_format);
+        EXPECT_EQ(matrix->zero_points, expected.zero_points);
+        EXPECT_EQ(matrix->tensor_scale.value, expected.tensor_scale.value);
+        EXPECT_EQ(matrix->tensor_scale.divides, expected.tensor_scale.divides);
+      }
+    }
+  }
   bool can_be_wide() const {
     const Operand& w = scheme(layer_.spec().scheme).weight;
     return w.group.n == 1 && w.group.k != 0 && w.scale.bits == 16;
@@ -54,6 +72,15 @@ TEST_P(EveryScheme, TakeWhatTheirLayoutSays) {
   EXPECT_LE(weights->state().memory->bytes(), weights->packed_bytes() + padding(*weights));
   EXPECT_EQ(asked_.size(), 3u * static_cast<std::size_t>(layer_.spec().experts));
   for (const auto& [_, times] : asked_) EXPECT_EQ(times, 1);
+}
+
+TEST_P(EveryScheme, GiveMatricesBack) {
+  const auto weights = pack_wide(1000);
+  ASSERT_TRUE(weights.ok()) << weights.status().message();
+  expect_same_matrices(*weights, false);
+  if (can_be_wide()) expect_same_matrices(*pack_wide(0), true);
+  const auto none = weights->matrix(layer_.spec().experts, Projection::up);
+  EXPECT_EQ(none.status().code(), Code::invalid_argument);
 }
 
 TEST_P(EveryScheme, WiderScalesTakeMore) {

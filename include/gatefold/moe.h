@@ -93,8 +93,9 @@ struct PlanOptions {
   int max_tokens = 512;
   int threads = 0;  ///< 0: OpenMP's default at creation
   Precision precision = Precision::native;
-  bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
-  bool debug_workspace = false;  ///< canaries around every buffer, poison before each run, checks after
+  bool weights_only = false;  ///< leave activations unquantized in schemes that quantize them
+  /// Canaries around every buffer, poison before each run, checks after; on a GPU ids are checked too.
+  bool debug_workspace = false;
   std::optional<CpuTuning> tuning = {};  ///< none: what tune() found for this shape, else defaults
   /// For all token counts; none: what tune() found for this shape and count, else what is predicted to be
   /// fastest.
@@ -126,6 +127,10 @@ class ExpertWeights {
   /// What load_experts found odd: weights so large or small that a scale may have been meant the other way
   /// round. "layer 0, expert 3, down_proj: weights of up to 5.1e+07: ...".
   std::span<const std::string> warnings() const;
+  /// The matrix of a routed expert as it was packed: the same codes, scales and order of columns. Errors: an
+  /// expert that there is not; weights on a GPU (unsupported: their packed form may lack what has no effect);
+  /// a row that held NaN or Inf (unsupported: its scale is not kept).
+  Result<QuantizedMatrix> matrix(int expert, Projection projection) const;
   /// Layout and size of the packed weights, and how much of them lies in 2 MiB pages.
   std::string describe() const;
 
@@ -148,6 +153,7 @@ struct LoadOptions {
   QuantizeOptions quantize;
   PlanOptions plan;                            ///< what the weights will be run with: ExpertWeights::pack
   std::optional<SchemeId> shared_scheme = {};  ///< the same of the shared expert
+  bool shared_expert = true;                   ///< false: the layer computes its routed experts alone
 };
 /// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then. Where a
 /// checkpoint's columns are ordered (QuantizedMatrix::input_order), those of `down` are followed by the rows
@@ -184,7 +190,7 @@ class MoePlan {
   /// On a GPU all pointers, and the workspace, are to memory of the plan's device. The call returns before
   /// the work in `stream` is done, never waits, and can be captured in a graph (but with debug_workspace,
   /// which waits and allocates); a workspace may be used again by any later call in the same stream. Ids
-  /// outside [0, E) cannot be seen by the host: their slots add nothing.
+  /// outside [0, E) cannot be seen by the host (but with debug_workspace): their slots add nothing.
   Status run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
              std::span<std::byte> workspace, cuda::Stream stream = nullptr) const;
 

@@ -5,6 +5,8 @@ import sys
 
 import numpy as np
 
+FILE = "tokenizer.json"
+
 
 def main(arguments):
     parser = argparse.ArgumentParser(prog="gatefold tokenize", description=(
@@ -24,18 +26,22 @@ def main(arguments):
     return 0
 
 
-def convert(options):
+def load(directory):
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ImportError("tokenize needs the package tokenizers: pip install tokenizers") from None
-    file = options.DIR / "tokenizer.json"
+        raise ImportError("text of a model with a tokenizer needs the package tokenizers: pip install tokenizers") from None
+    file = directory / FILE
     if not file.is_file():
         raise OSError(f"{file}: no such file")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"{file}: {error}") from None
+
+
+def convert(options):
+    tokenizer = load(options.DIR)
     if options.decode:
         ids = np.load(options.FILE, allow_pickle=False)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":

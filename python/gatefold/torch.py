@@ -10,8 +10,9 @@
         Quantized activations times a quantized matrix (QuantizedMatrix.values and .scales), f32 [rows, n]; on the CPU.
 
 They have meta kernels, work under torch.compile(fullgraph=True), torch.export, autocast and CUDA graphs, and are for
-inference: a backward pass raises. Handles are of this process: an exported program that is saved cannot be loaded in
-another one. Errors are RuntimeErrors with the library's text.
+inference: a backward pass raises. Errors are RuntimeErrors with the library's text. Handles are of this process, unless
+publish() gave the experts names before an export: then the saved program runs in every process where experts with the
+same names have been published.
 """
 import torch
 
@@ -53,28 +54,50 @@ for _name in ("fused_experts", "quantize_activation", "scaled_mm"):
     _no_backward(_name)
 
 
+def fused_experts(hidden, topk_ids, topk_weights, handle):
+    """torch.ops.gatefold.fused_experts for tensors that are not contiguous, int32 and f32 where it wants them so."""
+    if hidden.is_cuda:
+        topk_ids, topk_weights = topk_ids.to(torch.int32), topk_weights.float()
+    return torch.ops.gatefold.fused_experts(hidden.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), handle)
+
+
+def debug(on=True):
+    """Lets the operators look for what else they cannot see: on a GPU for ids out of range, and everywhere for writes
+    beyond the buffers. Slow: each call waits for the GPU, and none can be captured in a graph."""
+    _core._debug_torch_kernels(on)
+
+
+def publish(module):
+    """Names all Experts in a module (a model) by their place in it, so that a program exported from it can be saved:
+
+        publish(model); torch.export.save(torch.export.export(model, inputs), "model.pt2")
+        publish(model); program = torch.export.load("model.pt2")                # elsewhere, with the same experts
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, Experts):
+            part.publish(name)
+
+
 class Experts(torch.nn.Module):
     """The routed experts of one layer: forward(hidden, topk_ids, topk_weights) -> Tensor.
 
     Made by Experts.quantize(gate_up, down, scheme, top_k=...). state_dict() holds the quantized weights in the
-    canonical layout, as bytes and scales, expert by expert (_PARTS); load_state_dict() packs them again. They are held
-    beside the packed weights until drop_state() is called. `.to()` refuses other devices and types: weights are packed
-    for one.
+    canonical layout, as bytes and scales, expert by expert (_PARTS); load_state_dict() packs them again. On the CPU
+    state_dict() makes them from the packed weights, which alone are held. Those of a GPU do not give all bits back: the
+    canonical ones are held beside them, in host memory, until drop_state() is called. `.to()` refuses other devices:
+    weights are packed for one.
     """
 
     _PARTS = ("values", "scales", "zero_points", "tensor_scales")
+    _directory = None
 
     def __init__(self, spec, *, device="cpu", precision="native", weights_only=False):
         """Without weights: load_state_dict() brings them. spec: gatefold.MoeSpec."""
         super().__init__()
         self.spec = spec
         self._options = {"device": device, "precision": precision, "weights_only": weights_only}
-        self.experts = None
-        self.handle = 0
-        for projection, n, k in self._shapes():
-            for part, shape in _core._matrix_parts(spec.scheme, n, k).items():
-                dtype = torch.float32 if part == "tensor_scales" else torch.uint8
-                self.register_buffer(f"{projection}_{part}", torch.empty((spec.experts, *shape), dtype=dtype))
+        self._forget_weights()
+        self._allocate()
         if spec.bias:
             self.register_buffer("gate_up_bias", torch.zeros(spec.experts, 2 * spec.intermediate))
             self.register_buffer("down_bias", torch.zeros(spec.experts, spec.hidden))
@@ -98,73 +121,134 @@ class Experts(torch.nn.Module):
                              activation=activation or _core.Activation(), act_dtype=act_dtype,
                              bias=gate_up_bias is not None or down_bias is not None)
         self = cls(spec, device=device, precision=precision, weights_only=weights_only)
-        if spec.bias:
+        if gate_up_bias is not None:
             bias = gate_up_bias.detach().float().cpu()
             if interleaved:
                 bias = torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
             self.gate_up_bias.copy_(bias)
+        if down_bias is not None:
             self.down_bias.copy_(down_bias.detach())
         half = rows // 2
         slices = {"gate": slice(0, rows, 2) if interleaved else slice(0, half),
                   "up": slice(1, rows, 2) if interleaved else slice(half, rows)}
 
+        stacks = dict(self.named_buffers(recurse=False))
+
         def source(expert, projection):
             weights = down[expert] if projection == "down" else gate_up[expert, slices[projection]]
             matrix = _core.quantize(weights.contiguous().cpu(), scheme, scale_search=scale_search)
-            for part, tensor in self._parts_of(matrix).items():
-                getattr(self, f"{projection}_{part}")[expert] = tensor
+            if self._keeps_state():
+                self._store(expert, projection, matrix, stacks)
             return matrix
 
         self._pack(source)
         return self
 
+    @classmethod
+    def load(cls, directory, layer, scheme=None, **options):
+        """The routed experts of a layer of a checkpoint: the arguments are those of gatefold.load_experts. Without
+        state_dict(): the checkpoint has the weights."""
+        weights = _core.load_experts(str(directory), layer, scheme, shared_expert=False, **options)
+        self = cls.__new__(cls)
+        torch.nn.Module.__init__(self)
+        self.spec = weights.spec
+        self._options = {"device": "cpu", **options}
+        self._directory = str(directory)
+        self._use(weights)
+        return self
+
     def _shapes(self):
         s = self.spec
-        return (("gate", s.intermediate, s.hidden), ("up", s.intermediate, s.hidden), ("down", s.hidden, s.intermediate))
+        return {"gate": (s.intermediate, s.hidden), "up": (s.intermediate, s.hidden), "down": (s.hidden, s.intermediate)}
 
-    @staticmethod
-    def _parts_of(matrix):
-        """What is stored of a QuantizedMatrix: only parts that its scheme has."""
-        parts = {part: torch.from_numpy(getattr(matrix, part).copy())
-                 for part in ("values", "scales", "zero_points") if getattr(matrix, part).size}
-        if matrix.tensor_scale is not None:
-            parts["tensor_scales"] = torch.tensor([matrix.tensor_scale, float(matrix.tensor_scale_divides)])
-        return parts
+    def _stacks(self):
+        """Name, shape and type of all that the canonical layout has."""
+        for projection, (n, k) in self._shapes().items():
+            for part, shape in _core._matrix_parts(self.spec.scheme, n, k).items():
+                dtype = torch.float32 if part == "tensor_scales" else torch.uint8
+                yield f"{projection}_{part}", (self.spec.experts, *shape), dtype
+
+    def _allocate(self):
+        for name, shape, dtype in self._stacks():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype))
+
+    def _keeps_state(self):
+        return torch.device(self._options["device"]).type != "cpu"
+
+    def _has_state(self):
+        return hasattr(self, "gate_values")
+
+    def _store(self, expert, projection, matrix, stacks):
+        for part in _core._matrix_parts(self.spec.scheme, *self._shapes()[projection]):
+            if part == "tensor_scales":
+                tensor = torch.tensor([matrix.tensor_scale, float(matrix.tensor_scale_divides)])
+            else:
+                tensor = torch.from_numpy(getattr(matrix, part).copy())
+            stacks[f"{projection}_{part}"][expert] = tensor
 
     def _matrix(self, expert, projection):
-        n, k = next((n, k) for name, n, k in self._shapes() if name == projection)
+        """Out of the buffers."""
         parts = {part: getattr(self, f"{projection}_{part}", None) for part in self._PARTS}
         parts = {part: None if stack is None else stack[expert].cpu() for part, stack in parts.items()}
         scale = parts.pop("tensor_scales")
-        return _core.QuantizedMatrix(self.spec.scheme, n, k, *parts.values(),
+        return _core.QuantizedMatrix(self.spec.scheme, *self._shapes()[projection], *parts.values(),
                                      None if scale is None else float(scale[0]),
                                      False if scale is None else bool(scale[1]))
 
     def pack(self):
-        """Packs the weights in the buffers: after they have been changed other than by load_state_dict()."""
+        """Packs the weights in the buffers, where something else than load_state_dict() has put them."""
         self._pack(self._matrix)
 
     def _pack(self, source):
+        self._forget_weights()
         biases = {name: getattr(self, name).float().cpu() for name in ("gate_up_bias", "down_bias") if self.spec.bias}
-        self.experts = _core.ExpertWeights.pack(self.spec, source, **biases, **self._options)
-        self.handle = self.experts.handle
+        self._use(_core.ExpertWeights.pack(self.spec, source, **biases, **self._options))
+        if self._keeps_state():
+            for name, _, _ in self._stacks():
+                setattr(self, name, getattr(self, name).cpu())
+        else:
+            self.drop_state()
+
+    def _forget_weights(self):
+        self.experts, self.handle = None, 0
+
+    def _use(self, weights):
+        self.experts, self.handle = weights, weights.handle
+
+    def publish(self, name):
+        """Gives the experts a handle that follows from the name: programs that are exported then can be saved, and run
+        where experts of the same name are. Raises InvalidArgument if other experts of this process have it."""
+        self.handle = self.experts.publish(name)
 
     def drop_state(self):
-        """Frees the canonical weights: then only the packed ones are held, and state_dict() raises."""
-        for name in [name for name, _ in self.named_buffers(recurse=False)]:
+        """Frees the canonical weights that are held beside those of a GPU: then state_dict() raises."""
+        for name, _, _ in self._stacks() if self._has_state() else ():
             delattr(self, name)
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        if not hasattr(self, "gate_values"):
-            raise RuntimeError(f"{prefix[:-1] or 'Experts'}: the weights were dropped by drop_state()")
+        if self._directory is not None:
+            raise RuntimeError(f"{prefix[:-1] or 'Experts'}: the weights are those of {self._directory}")
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._has_state():
+            return
+        stacks = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self._stacks()}
+        for expert in range(self.spec.experts):
+            for projection in self._shapes():
+                try:
+                    matrix = self.experts.matrix(expert, projection)
+                except _core.Unsupported as error:
+                    raise RuntimeError(f"{prefix[:-1] or 'Experts'}: the weights were dropped: {error}") from None
+                self._store(expert, projection, matrix, stacks)
+        destination.update((prefix + name, stack) for name, stack in stacks.items())
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        if not self._has_state():
+            self._allocate()
         before = len(missing) + len(errors)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if len(missing) + len(errors) == before:
-            self._pack(self._matrix)
+            self.pack()
 
     def _apply(self, function, recurse=True):
         probe = function(torch.zeros(1, dtype=torch.uint8))
@@ -179,7 +263,7 @@ class Experts(torch.nn.Module):
         if torch.is_grad_enabled() and (hidden.requires_grad or topk_weights.requires_grad):
             raise RuntimeError("hidden or topk_weights requires a gradient, but Experts is for inference only: use "
                                "torch.no_grad() or detach()")
-        return torch.ops.gatefold.fused_experts(hidden.contiguous(), topk_ids, topk_weights, self.handle)
+        return fused_experts(hidden, topk_ids, topk_weights, self.handle)
 
     def extra_repr(self):
         s = self.spec

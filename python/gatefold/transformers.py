@@ -1,6 +1,6 @@
-"""Gatefold's experts in transformers models (>= 5.17), in three ways.
+"""Gatefold's experts in transformers models (>= 5.17), in four ways.
 
-As they are loaded, in 16 bit:
+As they are loaded, in 16 bit (or, on a GPU, transformers' own FP8 experts):
 
     gatefold.transformers.register()
     model.set_experts_implementation("gatefold")
@@ -13,14 +13,24 @@ On load; save_pretrained() and from_pretrained() then give the same bits:
 
     from_pretrained(..., quantization_config=gatefold.transformers.GatefoldConfig("mxfp4"))
 
+A directory that `gatefold quantize` or quantize_checkpoint wrote, or another one whose experts Gatefold can read:
+
+    model = gatefold.transformers.from_pretrained("Qwen3-30B-A3B-mxfp4")
+
 For every family whose experts modules use transformers' experts interface with a gated activation (Qwen2/3-MoE,
 Mixtral, DeepSeek-V3, gpt-oss, OLMoE, GLM-4-MoE, ...). What the activation is is found out by comparing what the module
 computes. For inference, without expert parallelism. Models in float32 are run without the roundings to 16 bit.
 """
+import copy
 import fnmatch
+import pathlib
 import warnings
 
+import safetensors
 import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -32,31 +42,41 @@ _NAME = "gatefold"
 
 
 def register():
-    """Makes the experts implementation "gatefold" known to transformers. A module's weights are packed when it first
-    runs, and again when they have changed; the packed weights are held beside the model's own."""
+    """Makes the experts implementation "gatefold" known to transformers, also for FP8 experts. A module's weights are
+    packed when it first runs, and again when they have changed; the packed weights are held beside the model's own."""
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(_NAME, _experts_forward)
 
 
 def quantize_(model, scheme, *, modules=None, scale_search=False, keep_state=True):
-    """Replaces the experts modules of a model in place, one after the other, by quantized ones: memory falls as it goes
-    if the scheme's weights, held twice, are smaller than the model's. keep_state=False: they are held once, packed, and
-    the model cannot be saved. modules: names of experts modules, or patterns ("model.layers.[0-3].*"); None: all.
+    """Replaces the experts modules of a model in place, one after the other, by quantized ones: memory falls as it goes.
+    keep_state=False: a model on a GPU cannot be saved, and takes no host memory for that. modules: names of experts modules, or patterns ("model.layers.[0-3].*"); None: all.
     Returns the model. Raises InvalidArgument if there is none, Unsupported for experts that Gatefold cannot run."""
-    for name in _experts_modules(model, modules):
+    names = _experts_modules(model, modules)
+    _quantize(model, dict.fromkeys(names, scheme), scale_search, keep_state)
+    config = getattr(model.config, "quantization_config", None)
+    if not isinstance(config, GatefoldConfig):
+        config = GatefoldConfig({}, scale_search=scale_search, keep_state=keep_state)
+    model.config.quantization_config = config  # for save_pretrained
+    config.scheme = config.schemes(model) | dict.fromkeys(names, scheme)
+    return model
+
+
+def _quantize(model, schemes, scale_search, keep_state):
+    for name, scheme in schemes.items():
         module = model.get_submodule(name)
         experts = QuantizedExperts.of(module, _top_k(model, module), scheme, scale_search=scale_search)
         if not keep_state:
             experts.drop_state()
         _replace(model, name, experts)
         del module
-    return model
 
 
 class QuantizedExperts(_torch.Experts):
     """Takes the place of a model's experts module: the same arguments."""
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        return torch.ops.gatefold.fused_experts(hidden_states.contiguous(), top_k_index, top_k_weights, self.handle)
+        return _torch.fused_experts(hidden_states, top_k_index, top_k_weights, self.handle)
 
     @classmethod
     def of(cls, module, top_k, scheme, **options):
@@ -77,15 +97,25 @@ class QuantizedExperts(_torch.Experts):
 
 @register_quantization_config(_NAME)
 class GatefoldConfig(QuantizationConfigMixin):
-    """scheme: of the experts (gatefold.schemes()). modules, scale_search: as for quantize_."""
+    """scheme: of the experts (gatefold.schemes()), or {experts module: scheme}. modules, scale_search, keep_state: as for
+    quantize_. directory: experts come from there, whatever scheme they are in (from_pretrained() below)."""
 
-    def __init__(self, scheme="mxfp4", modules=None, scale_search=False, **kwargs):
+    def __init__(self, scheme="mxfp4", modules=None, scale_search=False, keep_state=True, directory=None, **kwargs):
         self.quant_method = _NAME
         self.scheme = scheme
         self.modules = modules
         self.scale_search = scale_search
-        if scheme not in [row.name for row in _core.schemes()]:
-            raise _core.InvalidArgument(f"there is no scheme '{scheme}'; gatefold.schemes() lists them")
+        self.keep_state = keep_state
+        self.directory = directory
+        for name in () if directory is not None else scheme.values() if isinstance(scheme, dict) else [scheme]:
+            if name not in [row.name for row in _core.schemes()]:
+                raise _core.InvalidArgument(f"there is no scheme '{name}'; gatefold.schemes() lists them")
+
+    def schemes(self, model):
+        """Of the experts modules of a model that are quantized."""
+        if isinstance(self.scheme, dict):
+            return self.scheme
+        return dict.fromkeys(_experts_modules(model, self.modules), self.scheme)
 
 
 @register_quantizer(_NAME)
@@ -94,25 +124,39 @@ class GatefoldQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
-        for name in _experts_modules(model, config.modules) if self.pre_quantized else ():
-            module = model.get_submodule(name)
-            _replace(model, name, QuantizedExperts.empty(module, _top_k(model, module), config.scheme))
+        if config.directory is not None:
+            self._names = _experts_modules(model, None)
+            for name in self._names:
+                _replace(model, name, torch.nn.Module())
+            return
+        config.scheme = config.schemes(model)  # as long as the modules can be found
+        if self.pre_quantized:
+            for name, scheme in config.scheme.items():
+                module = model.get_submodule(name)
+                _replace(model, name, QuantizedExperts.empty(module, _top_k(model, module), scheme))
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
-        if self.pre_quantized:
+        if config.directory is not None:
+            for name in self._names:
+                beside = next(model.get_submodule(name.rpartition(".")[0]).parameters())
+                _replace(model, name, QuantizedExperts.load(config.directory, _layer(name), device=_device(beside)))
+        elif self.pre_quantized:
             for module in model.modules():
                 if isinstance(module, QuantizedExperts):
                     module.pack()
-            return model
-        return quantize_(model, config.scheme, modules=config.modules, scale_search=config.scale_search)
+                    if not config.keep_state:
+                        module.drop_state()
+        else:
+            _quantize(model, config.scheme, config.scale_search, config.keep_state)
+        return model
 
     def get_new_dtype(self, converter, param, dtype):
         name = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
         return None if name in ("U8", "torch.uint8") else super().get_new_dtype(converter, param, dtype)
 
     def is_serializable(self):
-        return True
+        return self.quantization_config.directory is None
 
     @property
     def is_trainable(self):
@@ -123,20 +167,37 @@ class GatefoldQuantizer(HfQuantizer):
         return True
 
 
+def from_pretrained(directory, *, model_class=None, config=None, **options):
+    """A model whose experts are those of a checkpoint that Gatefold can read (what `gatefold quantize` and
+    quantize_checkpoint write, or GPTQ, AWQ, ... ones), as they are stored and never decompressed. options: of
+    model_class.from_pretrained; None: the class that the config names. The result cannot be saved: the directory has it. Raises Unsupported if other parts of
+    the model are quantized too, BadFile and IoError."""
+    config = AutoConfig.from_pretrained(directory) if config is None else copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    rest = {}
+    for file in sorted(pathlib.Path(directory).glob("*.safetensors")):
+        with safetensors.safe_open(file, "pt") as tensors:
+            rest |= {name: tensors.get_tensor(name) for name in tensors.keys() if ".experts." not in name}
+    model_class = model_class or getattr(transformers, config.architectures[0])
+    model, info = model_class.from_pretrained(None, config=config, state_dict=rest, output_loading_info=True,
+                                              quantization_config=GatefoldConfig(None, directory=str(directory)), **options)
+    if odd := sorted([*info["unexpected_keys"], *info["missing_keys"]]):
+        raise _core.Unsupported(f"{directory}: {type(model).__name__} and the checkpoint differ in {odd[:3]}...: are "
+                                "other parts than the routed experts quantized?")
+    model.config.name_or_path = str(directory)
+    if model.can_generate() and (pathlib.Path(directory) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
+
+
 def load_quantized_(model, directory):
-    """Replaces the experts of a model by those of a checkpoint that Gatefold can read (what `gatefold quantize` and
-    quantize_checkpoint write, or GPTQ, AWQ, ... ones), as they are stored and without decompressing them. The rest of
-    the model is left as it is. state_dict() is not available for them: the checkpoint has them."""
+    """Replaces the experts of a model by those of a checkpoint, as from_pretrained() does. The rest of the model is left
+    as it is."""
     for name in _experts_modules(model, None):
-        module = model.get_submodule(name)
-        layer = next(int(part) for part in name.split(".") if part.isdigit())
-        weights = _core.load_experts(str(directory), layer)
-        experts = QuantizedExperts.__new__(QuantizedExperts)
-        torch.nn.Module.__init__(experts)
-        experts.spec, experts.experts, experts.handle = weights.spec, weights, weights.handle
-        experts._options = {"device": "cpu"}
-        _replace(model, name, experts)
-        del module
+        weights = model.get_submodule(name).gate_up_proj
+        _replace(model, name, QuantizedExperts.load(directory, _layer(name), device=_device(weights)))
+        del weights
     return model
 
 
@@ -152,6 +213,14 @@ def _experts_modules(model, patterns):
         raise _core.InvalidArgument(f"{type(model).__name__} has no experts modules" + (
             f" that match {patterns}; it has {names[:3]}..." if names else " of transformers' experts interface"))
     return chosen
+
+
+def _layer(name):
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _device(tensor):
+    return str(tensor.device) if tensor.is_cuda else "cpu"
 
 
 def _replace(model, name, experts):
@@ -176,8 +245,8 @@ def _arguments(module, top_k):
     bias = {name: getattr(module, f"{name.removesuffix('_bias')}_proj_bias") if module.has_bias else None
             for name in ("gate_up_bias", "down_bias")}
     return {"top_k": top_k, "activation": _activation(module), "transposed": module.is_transposed,
-            "interleaved": not module.is_concatenated, "device": "cuda" if weights.is_cuda else "cpu",
-            "precision": "f32" if weights.dtype == torch.float32 else "native", **bias}
+            "interleaved": not module.is_concatenated, "device": _device(weights),
+            "precision": "f32" if weights.dtype == torch.float32 and not weights.is_cuda else "native", **bias}
 
 
 def _activation(module):
@@ -215,21 +284,55 @@ def _experts_forward(module, hidden_states, top_k_index, top_k_weights, **kwargs
             raise RuntimeError("run the model once before it is compiled: its experts have not been packed yet")
     elif getattr(module, "_gatefold_of", None) != _versions(module):
         _pack(module, top_k_index.shape[1])
-    return torch.ops.gatefold.fused_experts(hidden_states.contiguous(), top_k_index, top_k_weights,
-                                            module._gatefold_handle)
+    return _torch.fused_experts(hidden_states, top_k_index, top_k_weights, module._gatefold_handle)
 
 
 def _versions(module):
-    return [(weights.data_ptr(), weights._version) for weights in (module.gate_up_proj, module.down_proj)]
+    return [(weights.data_ptr(), weights._version) for weights in module.parameters(recurse=False)]
 
 
 def _pack(module, top_k):
     arguments = _arguments(module, top_k)
     dtype = module.gate_up_proj.dtype
-    if dtype == torch.float32:
-        warnings.warn(f"the float32 weights of {type(module).__name__} are rounded to bfloat16")
-    arguments = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    module._gatefold_experts = _core.pack(module.gate_up_proj.detach(), module.down_proj.detach(),
-                                          "f16" if dtype == torch.float16 else "bf16", **arguments)
+    if hasattr(module, "gate_up_proj_scale_inv"):
+        module._gatefold_experts = _pack_fp8(module, arguments)
+    else:
+        if dtype == torch.float32:
+            warnings.warn(f"the float32 weights of {type(module).__name__} are rounded to bfloat16")
+        arguments = {name: value.detach() if isinstance(value, torch.Tensor) else value
+                     for name, value in arguments.items()}
+        module._gatefold_experts = _core.pack(module.gate_up_proj.detach(), module.down_proj.detach(),
+                                              "f16" if dtype == torch.float16 else "bf16", **arguments)
     module._gatefold_handle = module._gatefold_experts.handle
     module._gatefold_of = _versions(module)
+
+
+def _pack_fp8(module, arguments):
+    """Of transformers' FP8Experts: e4m3 in blocks of 128 x 128, with activations in e4m3 per token and 128 columns, as its
+    own kernels have them; or e2m1 with ue8m0 scales per 32, two in a byte, with 16-bit activations."""
+    name = type(module).__name__
+    fp4 = module.gate_up_proj.dtype == torch.int8
+    if module.activation_scheme != "dynamic":
+        raise _core.Unsupported(f"{name} has {module.activation_scheme} scales of activations, expected dynamic ones")
+    if not fp4 and tuple(module.block_size or ()) != (128, 128):
+        raise _core.Unsupported(f"{name} has blocks of {module.block_size}, expected [128, 128]")
+    if fp4 and module.gate_up_proj_scale_inv.element_size() != 1:
+        raise _core.Unsupported(f"{name} has scales in {module.gate_up_proj_scale_inv.dtype}, expected float8_e8m0fnu")
+    half_rows = module.intermediate_dim if fp4 else -(-module.intermediate_dim // 128)
+    if module.gate_up_proj_scale_inv.shape[1] != 2 * half_rows:
+        raise _core.Unsupported(f"{name} has {module.gate_up_proj_scale_inv.shape[1]} rows of scales for gate and up of "
+                                f"{module.intermediate_dim} rows, expected {2 * half_rows}: one block has rows of both")
+    scheme = "mxfp4" if fp4 else "fp8_block_afp8"
+    spec = _core.MoeSpec(scheme, experts=module.num_experts, top_k=arguments["top_k"], hidden=module.hidden_dim,
+                         intermediate=module.intermediate_dim, activation=arguments["activation"])
+
+    def source(expert, projection):
+        stack = "down_proj" if projection == "down" else "gate_up_proj"
+        values, scales = (getattr(module, name)[expert].detach() for name in (stack, f"{stack}_scale_inv"))
+        if projection != "down":
+            values, scales = (both.chunk(2)[projection == "up"] for both in (values, scales))
+        scales = scales.view(torch.uint8) if fp4 else scales.float()
+        return _core.QuantizedMatrix(scheme, values.shape[0], values.shape[1] * (2 if fp4 else 1),
+                                     values.contiguous().view(torch.uint8).cpu(), scales.contiguous().cpu())
+
+    return _core.ExpertWeights.pack(spec, source, device=arguments["device"])

@@ -1,11 +1,7 @@
-// Packing and running layers.
+// Packed experts.
 #include <fmt/format.h>
 
-#include <cstring>
-
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/unique_ptr.h>
-#include "gatefold/codec.h"
 #include "layer.h"
 #include "spec.h"
 #include "tensor.h"
@@ -16,50 +12,6 @@ using namespace nb::literals;
 namespace gatefold::python {
 namespace {
 
-/// A tensor of floats or, for ids, integers, in host memory as another type; contiguous.
-template <class T>
-std::vector<T> to_host(const Tensor& tensor) {
-  tensor.expect_contiguous();
-  std::size_t count = 1;
-  for (std::size_t i = 0; i < tensor.rank(); ++i) count *= static_cast<std::size_t>(tensor.size(i));
-  const std::byte* data = tensor.data();
-  std::vector<std::byte> copy;
-  if (tensor.device().kind == Device::Kind::cuda) {
-    copy.resize(count * static_cast<std::size_t>(bits(tensor.dtype()) / 8));
-    check(cuda::copy(copy.data(), data, copy.size()));
-    data = copy.data();
-  }
-  std::vector<T> out(count);
-  const auto convert = [&]<class From>(auto&& widen) {
-    for (std::size_t i = 0; i < count; ++i) {
-      From from;
-      std::memcpy(&from, data + i * sizeof(From), sizeof(From));
-      out[i] = static_cast<T>(widen(from));
-    }
-  };
-  const auto same = [](auto x) { return x; };
-  switch (tensor.dtype()) {
-    case DType::f32:
-      convert.template operator()<float>(same);
-      break;
-    case DType::i32:
-      convert.template operator()<std::int32_t>(same);
-      break;
-    case DType::i64:
-      convert.template operator()<std::int64_t>(same);
-      break;
-    case DType::bf16:
-      convert.template operator()<std::uint16_t>([](auto x) { return decode<formats::bf16>(x); });
-      break;
-    case DType::f16:
-      convert.template operator()<std::uint16_t>([](auto x) { return decode<formats::f16>(x); });
-      break;
-    default:
-      invalid(fmt::format("{} is {}, which cannot be read here", tensor.name(), name(tensor.dtype())));
-  }
-  return out;
-}
-
 /// An optional vector or matrix of a layer, as f32.
 std::vector<float> layer_vector(nb::handle object, const char* name,
                                 std::initializer_list<std::int64_t> shape, const char* meaning) {
@@ -67,7 +19,7 @@ std::vector<float> layer_vector(nb::handle object, const char* name,
   const Tensor tensor(object, name);
   tensor.expect_float();
   tensor.expect_shape(shape, meaning);
-  return to_host<float>(tensor);
+  return tensor.to_host<float>();
 }
 
 struct VectorArguments {
@@ -196,6 +148,8 @@ std::shared_ptr<Layer> pack(nb::object gate_up_object, nb::object down_object, c
   const Device device = to_device(pack_options.device);
   const PlanOptions plan = pack_options.plan();
   use_threads();
+  gate_up.wait();
+  down.wait();
 
   const nb::gil_scoped_release release;
   return make_layer(ExpertWeights::pack(
@@ -229,140 +183,19 @@ std::shared_ptr<Layer> pack_from(const MoeSpec& spec, nb::callable source, Vecto
 }
 
 std::shared_ptr<Layer> load(const std::string& directory, int layer, const std::optional<std::string>& scheme,
-                            PackOptions pack_options, bool scale_search) {
+                            PackOptions pack_options, bool scale_search, bool shared_expert) {
   LoadOptions options;
   options.layer = layer;
   if (scheme) options.scheme = to_scheme(*scheme);
   options.device = to_device(pack_options.device);
   options.quantize.scale_search = scale_search;
   options.plan = pack_options.plan();
+  options.shared_expert = shared_expert;
   use_threads();
   const nb::gil_scoped_release release;
   const auto checkpoint = value(Checkpoint::open(directory));
   return make_layer(load_experts(checkpoint, options), options.plan);
 }
-
-/// numpy, torch and cupy alike: module.empty_like(tensor).
-nb::object empty_like(nb::handle tensor) {
-  const auto module = nb::cast<std::string>(
-      nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()))).attr("__module__"));
-  const std::string top = module.substr(0, module.find('.'));
-  if (top != "numpy" && top != "torch" && top != "cupy")
-    invalid(fmt::format("hidden is of {}: give `out`, since its tensors cannot be made here", top));
-  return nb::module_::import_(top.c_str()).attr("empty_like")(tensor);
-}
-
-/// The stream in which torch or cupy work now.
-cuda::Stream current_stream(nb::handle tensor, const Device& device) {
-  if (device.kind == Device::Kind::cpu || !nb::hasattr(tensor, "is_cuda")) return nullptr;
-  const nb::object stream =
-      nb::module_::import_("torch").attr("cuda").attr("current_stream")(device.index).attr("cuda_stream");
-  return reinterpret_cast<cuda::Stream>(nb::cast<std::uintptr_t>(stream));
-}
-
-/// Where tensors without elements point to: a null pointer would say that there is no tensor.
-constexpr struct {
-  float value = 0;
-  std::int32_t id = 0;
-} nothing;
-
-/// A plan with the experts that it runs.
-class Plan {
- public:
-  Plan(std::shared_ptr<Layer> layer, const PlanOptions& options)
-      : layer_(std::move(layer)),
-        options_(options),
-        planned_(layer_->weights().spec(), options, layer_->weights().device()) {}
-
-  nb::object run(nb::handle hidden_object, nb::object first, nb::object weights_object,
-                 nb::object logits_object, nb::object out_object) {
-    if (!first.is_none() && weights_object.is_none()) {
-      if (!logits_object.is_none()) invalid("router_logits is given twice");
-      std::swap(first, logits_object);
-    }
-    const MoeSpec& spec = planned_.plan().spec();
-    const Device& device = planned_.plan().device();
-    const Tensor hidden(hidden_object, "hidden");
-    MoeInputs inputs{.hidden = hidden.matrix()};
-    hidden.expect_shape({-1, spec.hidden}, "[tokens, hidden]");
-    hidden.expect_device(device);
-    const std::int64_t tokens = hidden.size(0);
-
-    std::optional<Tensor> ids, weights, logits;
-    std::vector<std::int32_t> id_copy;
-    std::vector<float> weight_copy, logit_copy;
-    if (!logits_object.is_none()) {
-      logits.emplace(logits_object, "router_logits");
-      inputs.router_logits = floats(*logits, {tokens, spec.experts}, "[tokens, experts]", logit_copy);
-    }
-    if (!first.is_none()) {
-      ids.emplace(first, "topk_ids");
-      ids->expect_shape({tokens, spec.top_k}, "[tokens, top_k]");
-      ids->expect_device(device);
-      ids->expect_contiguous();
-      inputs.topk_ids = integers(*ids, id_copy);
-    }
-    if (!weights_object.is_none()) {
-      weights.emplace(weights_object, "topk_weights");
-      inputs.topk_weights = floats(*weights, {tokens, spec.top_k}, "[tokens, top_k]", weight_copy);
-    }
-    if (out_object.is_none()) out_object = empty_like(hidden_object);
-    const Tensor out(out_object, "out", true);
-    out.expect_shape({tokens, spec.hidden}, "[tokens, hidden]");
-    out.expect_device(device);
-    const MatrixView y = out.matrix();
-    const cuda::Stream stream = current_stream(hidden_object, device);
-    {
-      const nb::gil_scoped_release release;
-      planned_.run(layer_->weights(), inputs,
-                   {.hidden = {const_cast<void*>(y.data), y.dtype, y.rows, y.cols}}, stream);
-    }
-    return out_object;
-  }
-
-  const MoePlan& plan() const { return planned_.plan(); }
-  const std::shared_ptr<Layer>& layer() const { return layer_; }
-  PlanOptions options(int tokens) const {
-    PlanOptions options = options_;
-    options.max_tokens = tokens;
-    return options;
-  }
-
- private:
-  const float* floats(const Tensor& tensor, std::initializer_list<std::int64_t> shape, const char* meaning,
-                      std::vector<float>& copy) const {
-    tensor.expect_shape(shape, meaning);
-    tensor.expect_float();
-    tensor.expect_device(planned_.plan().device());
-    tensor.expect_contiguous();
-    if (tensor.data() == nullptr) return &nothing.value;
-    if (tensor.dtype() == DType::f32) return reinterpret_cast<const float*>(tensor.data());
-    if (tensor.device().kind == Device::Kind::cuda)
-      invalid(fmt::format("{} is {}, expected F32 on a GPU", tensor.name(), name(tensor.dtype())));
-    copy = to_host<float>(tensor);
-    return copy.data();
-  }
-
-  const std::int32_t* integers(const Tensor& tensor, std::vector<std::int32_t>& copy) const {
-    if (tensor.data() == nullptr) return &nothing.id;
-    if (tensor.dtype() == DType::i32) return reinterpret_cast<const std::int32_t*>(tensor.data());
-    if (tensor.dtype() != DType::i64 || tensor.device().kind == Device::Kind::cuda)
-      invalid(fmt::format("{} is {}, expected I32{}", tensor.name(), name(tensor.dtype()),
-                          tensor.device().kind == Device::Kind::cpu ? " or I64" : " on a GPU"));
-    const auto wide = to_host<std::int64_t>(tensor);
-    for (std::size_t i = 0; i < wide.size(); ++i)
-      if (wide[i] != static_cast<std::int32_t>(wide[i]))
-        invalid(fmt::format(
-            "topk_ids[{}, {}] = {} is not within 0..{}", i / static_cast<std::size_t>(tensor.size(1)),
-            i % static_cast<std::size_t>(tensor.size(1)), wide[i], planned_.plan().spec().experts - 1));
-    copy.assign(wide.begin(), wide.end());
-    return copy.data();
-  }
-
-  std::shared_ptr<Layer> layer_;
-  PlanOptions options_;
-  PlannedLayer planned_;
-};
 
 void add_weights(nb::module_& m) {
   nb::class_<Layer>(
@@ -394,6 +227,24 @@ void add_weights(nb::module_& m) {
                                                      l.weights().warnings().end());
                    })
       .def("describe", [](const Layer& l) { return l.weights().describe(); })
+      .def(
+          "matrix",
+          [](const Layer& l, int expert, const std::string& projection) {
+            for (const Projection p : {Projection::gate, Projection::up, Projection::down}) {
+              if (projection != name(p)) continue;
+              use_threads();
+              const nb::gil_scoped_release release;
+              return value(l.weights().matrix(expert, p));
+            }
+            invalid(fmt::format("projection = '{}', expected 'gate', 'up' or 'down'", projection));
+          },
+          "expert"_a, "projection"_a,
+          "A matrix as it was packed, 'gate', 'up' or 'down': the same bits. Raises InvalidArgument; "
+          "Unsupported "
+          "for weights on a GPU.")
+      .def("publish", &Layer::publish, "name"_a,
+           "A handle that follows from the name: the same in every process. Raises InvalidArgument if other "
+           "experts that live have the name.")
       .def("__deepcopy__", [](std::shared_ptr<Layer> l, nb::handle) { return l; });  // immutable
 
   m.def(
@@ -416,13 +267,15 @@ void add_weights(nb::module_& m) {
   m.def(
       "load_experts",
       [](const std::string& directory, int layer, std::optional<std::string> scheme,
-         const std::string& device, const std::string& precision, bool weights_only, bool scale_search) {
-        return load(directory, layer, scheme, {device, precision, weights_only}, scale_search);
+         const std::string& device, const std::string& precision, bool weights_only, bool scale_search,
+         bool shared_expert) {
+        return load(directory, layer, scheme, {device, precision, weights_only}, scale_search, shared_expert);
       },
       "directory"_a, "layer"_a, "scheme"_a = nb::none(), nb::kw_only(), "device"_a = "cpu",
-      "precision"_a = "native", "weights_only"_a = false, "scale_search"_a = false,
-      "One layer of a Hugging Face checkpoint, router and shared expert included; quantized on load if the "
-      "checkpoint is not. scheme None: as stored. Raises BadFile, IoError, Unsupported, InvalidArgument.");
+      "precision"_a = "native", "weights_only"_a = false, "scale_search"_a = false, "shared_expert"_a = true,
+      "One layer of a Hugging Face checkpoint, router and (unless told otherwise) shared expert included; "
+      "quantized on load if the checkpoint is not. scheme None: as stored. Raises BadFile, IoError, "
+      "Unsupported, InvalidArgument.");
 }
 
 }  // namespace
@@ -430,54 +283,7 @@ void add_weights(nb::module_& m) {
 void add_experts(nb::module_& m) {
   add_spec(m);
   add_weights(m);
-  nb::class_<Plan>(
-      m, "MoePlan",
-      "Chooses the kernel for a layer and runs it. Several threads may call run of one plan at once; "
-      "each call has a workspace of its own. A plan keeps its experts alive.")
-      .def_static(
-          "create",
-          [](std::shared_ptr<Layer> experts, int max_tokens, int threads, const std::string& precision,
-             bool weights_only, bool debug_workspace, const std::string& kernel) {
-            PlanOptions options{.max_tokens = max_tokens,
-                                .threads = threads,
-                                .precision = to_precision(precision),
-                                .weights_only = weights_only,
-                                .debug_workspace = debug_workspace,
-                                .kernel = kernel};
-            return std::make_unique<Plan>(std::move(experts), options);
-          },
-          "experts"_a, nb::kw_only(), "max_tokens"_a = 512, "threads"_a = 0, "precision"_a = "native",
-          "weights_only"_a = false, "debug_workspace"_a = false, "kernel"_a = "",
-          "threads 0: OpenMP's default now. precision 'f32': without the roundings to 16 bit. weights_only: "
-          "activations stay in 16 bit. debug_workspace: canaries around every buffer. kernel: only those "
-          "whose name "
-          "contains this. Raises InvalidArgument, Unsupported.")
-      .def(
-          "run", &Plan::run, "hidden"_a, "topk_ids"_a = nb::none(), "topk_weights"_a = nb::none(),
-          nb::kw_only(), "router_logits"_a = nb::none(), "out"_a = nb::none(),
-          nb::sig("def run(self, hidden: object, topk_ids: object = None, topk_weights: object = None, *, "
-                  "router_logits: object = None, out: object = None) -> object"),
-          R"(Computes the layer for hidden [tokens, hidden] (f32, f16 or bf16, contiguous, on the plan's device).
-
-run(hidden, topk_ids, topk_weights): ids [tokens, top_k] int32 (CPU: or int64) and weights [tokens, top_k] f32
-(CPU: or 16-bit), used as they are. run(hidden, router_logits): logits [tokens, experts]. run(hidden): by the
-layer's own router. Returns `out`, or a new tensor like hidden. On a GPU the work is queued in torch's current stream.
-
-Raises InvalidArgument for a wrong argument, naming it and its values (ids out of range: on the CPU).)")
-      .def(
-          "describe", [](const Plan& p) { return p.plan().describe(); },
-          "Which kernel runs, why others do not, the workspace's buffers.")
-      .def(
-          "workspace_bytes",
-          [](const Plan& p, std::optional<int> tokens) {
-            if (!tokens || *tokens == p.plan().max_tokens()) return p.plan().workspace_bytes();
-            return value(MoePlan::create(p.plan().spec(), p.options(*tokens), p.plan().device()))
-                .workspace_bytes();
-          },
-          "tokens"_a = nb::none(), "Of this plan, or of one like it for another number of tokens.")
-      .def_prop_ro("kernel_name", [](const Plan& p) { return std::string(p.plan().kernel_name()); })
-      .def_prop_ro("max_tokens", [](const Plan& p) { return p.plan().max_tokens(); })
-      .def_prop_ro("experts", [](const Plan& p) { return p.layer(); });
+  add_plan(m);
 }
 
 }  // namespace gatefold::python

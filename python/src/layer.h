@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "gatefold/moe.h"
@@ -23,7 +24,13 @@ class PlannedLayer {
   PlannedLayer(const MoeSpec& spec, const PlanOptions& options, const Device& device);
 
   const MoePlan& plan() const { return plan_; }
-  int threads() const { return threads_; }  ///< that it was made for
+  /// What follows from outside of a plan's options.
+  struct Surroundings {
+    int threads;
+    bool debug;
+    friend bool operator==(const Surroundings&, const Surroundings&) = default;
+  };
+  const Surroundings& made_in() const { return made_in_; }
   /// MoePlan::run with a workspace of its own. `workspace` is used instead if it is given.
   void run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
            cuda::Stream stream, std::span<std::byte> workspace = {});
@@ -38,13 +45,13 @@ class PlannedLayer {
   void give_back(Workspace workspace);
 
   MoePlan plan_;
-  int threads_;
+  Surroundings made_in_;
   std::mutex mutex_;
   std::vector<Workspace> free_;
 };
 
 /// Packed experts, and the plans that torch operators use for them, by number of tokens.
-class Layer {
+class Layer : public std::enable_shared_from_this<Layer> {
  public:
   Layer(ExpertWeights weights, const PlanOptions& options);
   ~Layer();
@@ -58,9 +65,13 @@ class Layer {
 
   /// A number for this layer, by which operators know it; never used again in this process.
   std::int64_t handle() const { return handle_; }
+  /// Another one, which follows from the name alone. Throws if another layer that lives has the name.
+  std::int64_t publish(const std::string& name);
   /// Throws if there is no such layer any more.
   static std::shared_ptr<Layer> find(std::int64_t handle);
   static std::shared_ptr<Layer> make(ExpertWeights weights, const PlanOptions& options);
+  /// Whether the plans of operators look after themselves (PlanOptions::debug_workspace), from now on.
+  static void debug(bool on);
 
  private:
   ExpertWeights weights_;

@@ -12,9 +12,10 @@
 
 namespace gatefold::python {
 
-void add_schemes(nanobind::module_& m);   // schemes, Scheme
-void add_quantize(nanobind::module_& m);  // QuantizedMatrix, quantize, quantize_activation, scaled_mm, ...
-void add_experts(nanobind::module_& m);   // MoeSpec and its parts, ExpertWeights, pack, load_experts, MoePlan
+void add_schemes(nanobind::module_& m);      // schemes, Scheme
+void add_quantize(nanobind::module_& m);     // QuantizedMatrix, quantize, quantize_activation, scaled_mm, ...
+void add_experts(nanobind::module_& m);      // MoeSpec and its parts, ExpertWeights, pack, load_experts
+void add_plan(nanobind::module_& m);         // MoePlan
 void add_checkpoints(nanobind::module_& m);  // quantize_checkpoint
 void add_torch(nanobind::module_& m);        // what gatefold.torch needs
 

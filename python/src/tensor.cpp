@@ -5,7 +5,11 @@
 
 #include <cstring>
 
+#include <nanobind/stl/string.h>
+
 #include "errors.h"
+#include "gatefold/codec.h"
+#include "torch_abi.h"
 
 namespace nb = nanobind;
 
@@ -47,12 +51,25 @@ std::string type_of(nb::handle object) {
   return nb::repr(object.type()).c_str();
 }
 
+cuda::Stream stream_of(nb::handle tensor, bool torch, int device) {
+  if (torch) return torch_stream(device);
+  if (package_of(tensor) != "cupy") return nullptr;
+  const nb::object stream = nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
+  return reinterpret_cast<cuda::Stream>(nb::cast<std::uintptr_t>(stream.attr("ptr")));
+}
+
 }  // namespace
+
+std::string package_of(nb::handle object) {
+  const auto module = nb::cast<std::string>(
+      nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()))).attr("__module__"));
+  return module.substr(0, module.find('.'));
+}
 
 Tensor::Tensor(nb::handle object, const char* name, bool writable) : name_(name) {
   nb::object source = nb::borrow(object);
-  const bool torch = nb::hasattr(object, "requires_grad");
-  if (torch) {
+  torch_ = nb::hasattr(object, "requires_grad");
+  if (torch_) {
     if (nb::cast<bool>(object.attr("requires_grad")))
       invalid(
           fmt::format("{} requires a gradient, but this is inference only: pass {}.detach()", name, name));
@@ -64,7 +81,7 @@ Tensor::Tensor(nb::handle object, const char* name, bool writable) : name_(name)
         fmt::format("{} is a {}, expected a tensor (DLPack or buffer protocol)", name, type_of(object))
             .c_str());
   nb::ndarray<> probe;
-  if (writable && !torch && !nb::try_cast(object, probe, false))
+  if (writable && !torch_ && !nb::try_cast(object, probe, false))
     invalid(fmt::format("{} is read-only", name));
   const auto dtype = find_dtype(array_.dtype());
   if (!dtype)
@@ -77,6 +94,7 @@ Tensor::Tensor(nb::handle object, const char* name, bool writable) : name_(name)
            array_.device_type() != nb::device::cuda_host::value)
     invalid(fmt::format("{} is on a device of DLPack type {}, expected a CPU or CUDA", name,
                         array_.device_type()));
+  if (device_.kind == Device::Kind::cuda) stream_ = stream_of(object, torch_, device_.index);
   for (std::size_t i = 0; i < array_.ndim(); ++i) {
     shape_.push_back(static_cast<std::int64_t>(array_.shape(i)));
     strides_.push_back(array_.stride(i));
@@ -134,6 +152,57 @@ MatrixView Tensor::matrix() const {
   expect_contiguous();
   return {data_, dtype_, shape_[0], shape_[1]};
 }
+
+void Tensor::wait() const {
+  if (device_.kind == Device::Kind::cuda) check(cuda::synchronize(stream_));
+}
+
+template <class T>
+std::vector<T> Tensor::to_host() const {
+  expect_contiguous();
+  std::size_t count = 1;
+  for (std::size_t i = 0; i < rank(); ++i) count *= static_cast<std::size_t>(shape_[i]);
+  const std::byte* data = data_;
+  std::vector<std::byte> copy;
+  if (device_.kind == Device::Kind::cuda) {
+    wait();
+    copy.resize(count * static_cast<std::size_t>(bits(dtype_) / 8));
+    check(cuda::copy(copy.data(), data, copy.size()));
+    data = copy.data();
+  }
+  std::vector<T> out(count);
+  const auto convert = [&]<class From>(auto&& widen) {
+    for (std::size_t i = 0; i < count; ++i) {
+      From from;
+      std::memcpy(&from, data + i * sizeof(From), sizeof(From));
+      out[i] = static_cast<T>(widen(from));
+    }
+  };
+  const auto same = [](auto x) { return x; };
+  switch (dtype_) {
+    case DType::f32:
+      convert.template operator()<float>(same);
+      break;
+    case DType::i32:
+      convert.template operator()<std::int32_t>(same);
+      break;
+    case DType::i64:
+      convert.template operator()<std::int64_t>(same);
+      break;
+    case DType::bf16:
+      convert.template operator()<std::uint16_t>([](auto x) { return decode<formats::bf16>(x); });
+      break;
+    case DType::f16:
+      convert.template operator()<std::uint16_t>([](auto x) { return decode<formats::f16>(x); });
+      break;
+    default:
+      invalid(fmt::format("{} is {}, which cannot be read here", name_, gatefold::name(dtype_)));
+  }
+  return out;
+}
+
+template std::vector<float> Tensor::to_host() const;
+template std::vector<std::int64_t> Tensor::to_host() const;
 
 StridedMatrix::StridedMatrix(const Tensor& stack, std::int64_t index, std::int64_t first, std::int64_t rows,
                              std::int64_t step, bool transposed)

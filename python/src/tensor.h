@@ -14,6 +14,9 @@
 
 namespace gatefold::python {
 
+/// What comes first in the name of an object's module: "numpy".
+std::string package_of(nanobind::handle object);
+
 /// A borrowed tensor; keeps its owner alive.
 class Tensor {
  public:
@@ -28,6 +31,9 @@ class Tensor {
   std::int64_t size(std::size_t axis) const { return shape_[axis]; }
   std::int64_t stride(std::size_t axis) const { return strides_[axis]; }
   std::byte* data() const { return data_; }
+  bool is_torch() const { return torch_; }
+  /// Of a tensor on a GPU: in which torch or cupy work now; of other libraries the default stream.
+  cuda::Stream stream() const { return stream_; }
   bool contiguous() const;
   std::string shape_text() const;
 
@@ -40,6 +46,12 @@ class Tensor {
   /// A contiguous [rows, cols] float tensor.
   MatrixView matrix() const;
 
+  /// Waits until what a GPU has been told to write into it is there.
+  void wait() const;
+  /// A contiguous tensor in host memory, as float or, of integers, std::int64_t.
+  template <class T>
+  std::vector<T> to_host() const;
+
  private:
   [[noreturn]] void wrong(const std::string& expected) const;
 
@@ -49,6 +61,8 @@ class Tensor {
   Device device_;
   std::vector<std::int64_t> shape_, strides_;
   std::byte* data_ = nullptr;
+  bool torch_ = false;
+  cuda::Stream stream_ = nullptr;
 };
 
 /// One matrix of a stack, in any strides; to be copied row by row where it is not contiguous or on a GPU.

@@ -1,5 +1,4 @@
 // The kernels of the operators that gatefold.torch defines, over torch's stable C interface.
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -18,6 +17,7 @@ namespace nb = nanobind;
 namespace gatefold::python {
 namespace {
 
+/// Set before the kernels are registered.
 TorchFunctions torch;
 
 void expect(TorchError error, const char* what) {
@@ -83,11 +83,7 @@ class TensorHandle {
   std::int32_t dtype() const { return dtype_; }
   const std::vector<std::int64_t>& shape() const { return shape_; }
   Device device() const { return cuda_ ? Device::cuda(index_) : Device::cpu(); }
-  cuda::Stream stream() const {
-    void* stream = nullptr;
-    if (cuda_) expect(torch.aoti_torch_get_current_cuda_stream(index_, &stream), "get_current_cuda_stream");
-    return stream;
-  }
+  cuda::Stream stream() const { return cuda_ ? torch_stream(index_) : nullptr; }
 
   [[noreturn]] void wrong(const std::string& expected) const {
     invalid(fmt::format("{} is [{}] of torch type {}{}, expected {}", name_, fmt::join(shape_, ", "), dtype_,
@@ -184,10 +180,8 @@ void fused_experts(TorchValue* stack) {
     if (device.kind == Device::Kind::cpu) {
       planned->run(layer->weights(), inputs, outputs, nullptr);
     } else {  // from torch's allocator, so that graphs can be captured
-      const auto bytes = static_cast<std::int64_t>(planned->plan().workspace_bytes());
-      const TensorHandle workspace = TensorHandle::empty({bytes}, torch.aoti_torch_dtype_uint8(), device);
-      planned->run(layer->weights(), inputs, outputs, hidden.stream(),
-                   {static_cast<std::byte*>(workspace.data()), static_cast<std::size_t>(bytes)});
+      const TorchMemory workspace(planned->plan().workspace_bytes(), device.index);
+      planned->run(layer->weights(), inputs, outputs, hidden.stream(), workspace.bytes());
     }
   }
   stack[0] = out.release();
@@ -211,15 +205,13 @@ void quantize_activation(TorchValue* stack) {
     std::memcpy(scales.data(), q.scales.data(), q.scales.size());
     std::memcpy(token_scales.data(), q.token_scales.data(), q.token_scales.size() * sizeof(float));
   } else if (view.rows != 0) {
-    const auto bytes =
-        static_cast<std::int64_t>(value(cuda::activation_layout(id, view.rows, view.cols)).workspace_bytes);
-    const TensorHandle workspace = TensorHandle::empty({bytes}, u8, x.device());
-    check(cuda::quantize_activations(
-        id, {.x = view, .rows = view.rows},
-        {.values = values.data(),
-         .scales = scales.data(),
-         .token_scales = static_cast<float*>(token_scales.data())},
-        {static_cast<std::byte*>(workspace.data()), static_cast<std::size_t>(bytes)}, x.stream()));
+    const TorchMemory workspace(value(cuda::activation_layout(id, view.rows, view.cols)).workspace_bytes,
+                                x.device().index);
+    check(cuda::quantize_activations(id, {.x = view, .rows = view.rows},
+                                     {.values = values.data(),
+                                      .scales = scales.data(),
+                                      .token_scales = static_cast<float*>(token_scales.data())},
+                                     workspace.bytes(), x.stream()));
   }
   stack[0] = values.release();
   stack[1] = scales.release();
@@ -293,25 +285,9 @@ void implement(const char* key, std::initializer_list<std::pair<const char*, Tor
     expect(torch.torch_library_impl(library, name, kernel, kTorchVersion), name);
 }
 
-/// Finds torch's functions, and gives it the kernels. Once; with the GIL.
+/// Gives torch the kernels. Once; with the GIL.
 void register_torch_kernels() {
-  void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr) throw StatusError{{Code::unsupported, "torch is not loaded (no libtorch_cpu.so)"}};
-  const auto find = [](void* in, auto& function, const char* name, bool needed) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(in, name));
-    if (function == nullptr && needed)
-      throw StatusError{
-          {Code::unsupported, fmt::format("this torch has no {}: it is older than 2.10", name)}};
-  };
-#define GATEFOLD_TORCH(result, name, arguments) find(library, torch.name, #name, true);
-  GATEFOLD_TORCH_FUNCTIONS(GATEFOLD_TORCH)
-#undef GATEFOLD_TORCH
-  void* with_cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-  if (with_cuda != nullptr) {
-#define GATEFOLD_TORCH(result, name, arguments) find(with_cuda, torch.name, #name, false);
-    GATEFOLD_TORCH_CUDA_FUNCTIONS(GATEFOLD_TORCH)
-#undef GATEFOLD_TORCH
-  }
+  torch = torch_functions();
   implement("CPU", {{"fused_experts", boxed<fused_experts>},
                     {"quantize_activation", boxed<quantize_activation>},
                     {"scaled_mm", boxed<scaled_mm>}});
@@ -325,6 +301,7 @@ void register_torch_kernels() {
 void add_torch(nb::module_& m) {
   m.def("_register_torch_kernels", &register_torch_kernels,
         "For gatefold.torch: gives torch the kernels of the operators that it has defined.");
+  m.def("_debug_torch_kernels", &Layer::debug, "For gatefold.torch.debug().");
   m.def(
       "_activation_row",
       [](const std::string& name, std::int64_t k) {

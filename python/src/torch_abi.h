@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 struct AtenTensorOpaque;
 struct StringOpaque;
@@ -62,6 +63,27 @@ struct TorchFunctions {
   GATEFOLD_TORCH_FUNCTIONS(GATEFOLD_TORCH)
   GATEFOLD_TORCH_CUDA_FUNCTIONS(GATEFOLD_TORCH)
 #undef GATEFOLD_TORCH
+};
+
+/// Of the torch that is loaded. Throws Unsupported if none is, or an older one.
+const TorchFunctions& torch_functions();
+
+/// What torch has queued its work in for this GPU, in this thread.
+void* torch_stream(std::int32_t device);
+
+/// Bytes on a GPU from torch's allocator, for work in torch_stream(): they may be had again by later work in
+/// it, also while a graph is captured.
+class TorchMemory {
+ public:
+  TorchMemory(std::size_t bytes, std::int32_t device);
+  ~TorchMemory();
+  TorchMemory(const TorchMemory&) = delete;
+  TorchMemory& operator=(const TorchMemory&) = delete;
+  std::span<std::byte> bytes() const { return bytes_; }
+
+ private:
+  TorchTensor tensor_ = nullptr;
+  std::span<std::byte> bytes_;
 };
 
 }  // namespace gatefold::python

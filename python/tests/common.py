@@ -1,5 +1,6 @@
 """Small layers, and what they compute, in numpy."""
 import pathlib
+import threading
 
 import numpy as np
 
@@ -40,3 +41,43 @@ def reference(gate_up, down, x, ids, topk_weights):
 
 def relative(a, b):
     return np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
+
+
+def run_in_threads(calls, same, times):
+    """Calls each of them so many times in a thread of its own: how often a result differed from what it gives alone."""
+    expected = [call() for call in calls]
+    wrong = []
+
+    def work(call, alone):
+        wrong.extend(1 for _ in range(times) if not same(call(), alone))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(calls, expected)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(wrong)
+
+
+class Peak:
+    """How many bytes a process holds more than at first, at most and at the end; of memory that is no file's."""
+
+    def __enter__(self):
+        self._before, self.most, self._done = self._held(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+        self.after = self._held() - self._before
+
+    def _watch(self):
+        while not self._done.wait(0.002):
+            self.most = max(self.most, self._held() - self._before)
+
+    @staticmethod
+    def _held():
+        status = pathlib.Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) << 10

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gatefold
-from common import EXPERTS, HIDDEN, INTERMEDIATE, TINY, TOP_K, dequantized, inputs, reference, relative, weights
+from common import EXPERTS, HIDDEN, INTERMEDIATE, TINY, TOP_K, dequantized, inputs, reference, relative, run_in_threads, weights
 
 SCHEMES = [scheme.name for scheme in gatefold.schemes()]
 
@@ -127,6 +127,32 @@ def test_matrix_from_its_parts(scheme):
         gatefold.QuantizedMatrix(scheme, q.n, q.k, q.values[:-1], q.scales, q.zero_points, q.tensor_scale)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packed_matrices_come_back(scheme):
+    gate_up, down = weights()
+    experts = layer(scheme)
+    for projection, w in zip(("gate", "up", "down"), (*np.split(gate_up[3], 2), down[3])):
+        q, back = gatefold.quantize(w, scheme), experts.matrix(3, projection)
+        for part in ("values", "scales", "zero_points"):
+            np.testing.assert_array_equal(getattr(back, part), getattr(q, part))
+        assert (back.tensor_scale, back.tensor_scale_divides) == (q.tensor_scale, q.tensor_scale_divides)
+
+
+def test_names():
+    experts = layer()
+    handle = experts.publish("a")
+    assert handle == experts.publish("a") != experts.publish("b")
+    with pytest.raises(gatefold.InvalidArgument, match="'a' is the name of other experts"):
+        layer().publish("a")
+    del experts
+    assert layer().publish("a") == handle
+
+
+def test_checkpoint_without_its_shared_expert(tmp_path):
+    alone = gatefold.load_experts(TINY, 0, "int8", shared_expert=False)
+    assert alone.spec.shared_intermediate == 0
+
+
 @pytest.mark.parametrize("scheme", [s.name for s in gatefold.schemes() if s.quantizes_activations])
 def test_products(scheme):
     w, x = gatefold.quantize(weights()[1][0], scheme), inputs(6)[0]
@@ -178,6 +204,8 @@ def bad_calls():
         ("kind = 'relu'", lambda: gatefold.Activation("relu")),
         ("layer 9", lambda: gatefold.load_experts(TINY, 9)),
         ("leaves activations in 16 bit", lambda: gatefold.quantize_activation(x, "mxfp4")),
+        ("projection = 'side'", lambda: layer().matrix(0, "side")),
+        ("expert 4 is not within 0..3", lambda: layer().matrix(4, "up")),
         ("method = 'magic'", lambda: gatefold.quantize_checkpoint(TINY, "/tmp/none", "mxfp4", method="magic")),
     ]
 
@@ -205,22 +233,32 @@ def test_other_errors():
 @pytest.mark.parametrize("shared", [True, False])
 def test_threads(shared):
     """Four threads with a plan each, or with one: the same bits as alone."""
-    calls = [inputs(1 + seed, seed) for seed in range(4)]
     plans = [plan(threads=2)] * 4 if shared else [plan(threads=2) for _ in range(4)]
-    expected = [p.run(*call) for p, call in zip(plans, calls)]
-    wrong = []
+    calls = [lambda p=p, i=i: p.run(*inputs(1 + i, i)) for i, p in enumerate(plans)]
+    assert run_in_threads(calls, np.array_equal, times=100) == 0
 
-    def work(i):
-        for _ in range(100):
-            if not np.array_equal(plans[i].run(*calls[i]), expected[i]):
-                wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+def test_other_threads_go_on():
+    """While C++ computes: the interpreter is released."""
+    experts, tokens = layer("int8"), 1024
+    stamps, done = [], threading.Event()
+
+    def stamp():
+        while not done.wait(0.001):
+            stamps.append(time.monotonic())
+
+    thread = threading.Thread(target=stamp)
+    thread.start()
+    took = 0
+    while took < 0.3:  # long enough to be seen
+        tokens *= 2
+        p, call = gatefold.MoePlan.create(experts, max_tokens=tokens, precision="f32"), inputs(tokens)
+        start = time.monotonic()
+        p.run(*call)
+        took = time.monotonic() - start
+    done.set()
+    thread.join()
+    assert sum(start < at < start + took for at in stamps) >= 5
 
 
 def run_in_child(queue):

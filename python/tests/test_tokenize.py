@@ -46,6 +46,22 @@ def test_ids_and_back(model):
     assert json.loads(done.stdout)["tokens"] > 0
 
 
+def test_generate(model):
+    """Text of text, as from the same model without a tokenizer."""
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(f"{TINY}/{name}")
+    arguments = "--prompt", "The \u00e9t\u00e9 of", "-n", 24
+    expected, shown = gatefold("generate", TINY, *arguments), gatefold("generate", model, *arguments)
+    assert shown.returncode == 0 and shown.stdout == expected.stdout, shown.stderr
+    expected, shown = (json.loads(gatefold("generate", of, *arguments, "--json").stdout) for of in (TINY, model))
+    assert shown["tokens"] == expected["tokens"] and shown["text"] == expected["text"]
+    refused = gatefold("generate", model, "--prompt", "a", "--scheme", "int5")
+    assert refused.returncode != 0 and "int5" in refused.stderr
+    (model / "tokenizer.json").write_text("{")
+    refused = gatefold("generate", model, "--prompt", "a")
+    assert refused.returncode == 1 and "tokenizer.json" in refused.stderr
+
+
 def test_bad_input(model):
     (model / "text").write_text("a")
     for arguments, message in [

@@ -1,7 +1,7 @@
 """Operators and the module for torch."""
+import pathlib
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import gatefold
 import gatefold.torch
-from common import HIDDEN, INTERMEDIATE, TOP_K, inputs, weights
+from common import HIDDEN, INTERMEDIATE, TINY, TOP_K, inputs, run_in_threads, weights
 from gatefold.torch import Experts
 
 SCHEMES = [scheme.name for scheme in gatefold.schemes()]
@@ -100,10 +100,64 @@ def test_state_dict(scheme):
     del state["down_values"]
     with pytest.raises(RuntimeError, match="down_values"):
         Experts(module.spec).load_state_dict(state)
-    module.drop_state()
+    module.load_state_dict(again.state_dict())
     assert torch.equal(again(*tensors(4)), module(*tensors(4)))
-    with pytest.raises(RuntimeError, match="dropped"):
+
+
+def test_weights_are_held_once():
+    module = experts()
+    assert [name for name, _ in module.named_buffers()] == []
+    assert module.experts.packed_bytes < 1.1 * sum(tensor.nbytes for tensor in module.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), module.drop_state().state_dict().values()))
+
+
+def test_experts_of_a_checkpoint():
+    module = Experts.load(TINY, 1, "mxfp4")
+    x, ids = torch.randn(3, 256), torch.tensor([[0, 1, 2, 3]] * 3)[:, :module.spec.top_k]
+    w = torch.rand(ids.shape)
+    plan = gatefold.MoePlan.create(gatefold.load_experts(TINY, 1, "mxfp4", shared_expert=False))
+    assert torch.equal(module(x, ids, w), plan.run(x, ids, w))
+    with pytest.raises(RuntimeError, match="the weights are those of .*tiny-moe"):
         module.state_dict()
+
+
+RUN_EXPORTED = """
+import sys, torch, gatefold.torch
+sys.path.insert(0, sys.argv[1])
+from test_torch import experts, tensors
+module = torch.nn.Sequential(experts())
+gatefold.torch.publish(module)
+program = torch.export.load(sys.argv[2]).module()
+assert torch.equal(program(*tensors(3)), module[0](*tensors(3)))
+del module
+try:
+    program(*tensors(3))
+except RuntimeError as error:
+    assert "handle of no packed experts" in str(error)
+else:
+    raise AssertionError("it ran without weights")
+"""
+
+
+class Call(torch.nn.Module):
+    """With experts somewhere in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return self.inner[0](*inputs)
+
+
+def test_saved_export(tmp_path):
+    """Runs in another process, where experts of the same name are."""
+    module = torch.nn.Sequential(experts())
+    gatefold.torch.publish(module)
+    file = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(Call(module), tuple(tensors(3))), file)
+    here = str(pathlib.Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", RUN_EXPORTED, here, str(file)], check=True)
 
 
 def test_biases_and_layouts():
@@ -156,40 +210,10 @@ def test_bad_input():
 
 def test_threads():
     module = experts()
-    expected = [module(*tensors(1 + i)) for i in range(4)]
-    wrong = []
-
-    def work(i):
-        for _ in range(50):
-            if not torch.equal(module(*tensors(1 + i)), expected[i]):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    calls = [lambda i=i: module(*tensors(1 + i)) for i in range(4)]
+    assert run_in_threads(calls, torch.equal, times=50) == 0
 
 
 def test_gatefold_needs_no_torch():
     code = "import sys, gatefold; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.skipif(not (gatefold.has_cuda and torch.cuda.is_available()), reason="needs a GPU and a build with CUDA")
-def test_cuda_graph():
-    module = experts(device="cuda")
-    x, ids, w = (tensor.cuda() for tensor in tensors(3))
-    expected = module(x, ids, w)
-    assert torch.equal(gatefold.MoePlan.create(module.experts).run(x, ids, w), expected)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        module(x, ids, w)
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        y = module(x, ids, w)
-    y.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(y, expected)

@@ -1,6 +1,10 @@
 """Models of transformers with Gatefold's experts: tiny random ones of every family that uses the interface."""
 import copy
-import gc
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ import gatefold.transformers as gt
 from common import TINY
 
 gt.register()
+HERE = str(pathlib.Path(__file__).parent)
 SMALL = dict(vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
              max_position_embeddings=64, head_dim=64)
 SPARSE = dict(SMALL, intermediate_size=128, moe_intermediate_size=128, num_experts=6, num_experts_per_tok=2)
@@ -91,10 +96,11 @@ def test_quantized_families(family, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     on_load = load(source, quantization_config=gt.GatefoldConfig("int8"), dtype=torch.float32)
     expect_same_bits(on_load, model)
-    on_load.save_pretrained(target)
-    again = load(target, dtype=torch.float32)
-    expect_same_bits(again, model)
-    assert again.config.quantization_config.scheme == "int8"
+    for saved in (on_load, model):
+        saved.save_pretrained(target / "on load" if saved is on_load else target / "in place")
+    for again in (load(folder, dtype=torch.float32) for folder in target.iterdir()):
+        expect_same_bits(again, model)
+        assert set(again.config.quantization_config.schemes(again).values()) == {"int8"}
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "uint4_g128", "fp8_block"])
@@ -117,13 +123,18 @@ def test_weights_that_change_are_packed_again():
     assert relative(changed, logits(model)) <= 0.02
 
 
-def test_some_modules_only():
+def test_some_modules_only(tmp_path):
     model = gt.quantize_(tiny("qwen3_moe"), "mxfp4", modules="model.layers.1.*")
     kinds = [type(layer.mlp.experts).__name__ for layer in model.model.layers]
     assert kinds == ["Qwen3MoeExperts", "QuantizedExperts"]
     copy.deepcopy(model)
     with pytest.raises(gatefold.InvalidArgument, match="no experts modules that match"):
         gt.quantize_(model, "mxfp4", modules=["model.layers.7.*"])
+    gt.quantize_(model, "int8")  # the rest
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert [layer.mlp.experts.spec.scheme for layer in again.model.layers] == ["int8", "mxfp4"]
+    expect_same_bits(again, model)
     with pytest.raises(gatefold.InvalidArgument, match="no scheme 'int5'"):
         gt.GatefoldConfig("int5")
 
@@ -135,15 +146,114 @@ def test_unknown_activation_is_refused():
         gt.quantize_(model, "mxfp4")
 
 
-def test_checkpoints_of_gatefold_load(tmp_path):
-    """Experts as quantize_checkpoint wrote them, in the model that they came from."""
-    gatefold.quantize_checkpoint(TINY, str(tmp_path / "q"), "int4_g128")
+def test_transposed_experts_are_not_converted(tmp_path):
+    tiny("gpt_oss", torch.bfloat16).save_pretrained(tmp_path / "source")
+    with pytest.raises(gatefold.Unsupported, match="stored transposed"):
+        gatefold.quantize_checkpoint(str(tmp_path / "source"), str(tmp_path / "written"), "int4_g128")
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+def test_checkpoints_of_gatefold_load(family, tmp_path):
+    """Experts as quantize_checkpoint wrote them, beside the shared ones of the model."""
+    source, written = tmp_path / "source", tmp_path / "written"
+    tiny(family, torch.bfloat16).save_pretrained(source)
+    gatefold.quantize_checkpoint(str(source), str(written), "int4_g128")
     load = transformers.AutoModelForCausalLM.from_pretrained
-    model = gt.load_quantized_(load(TINY, dtype=torch.bfloat16), tmp_path / "q")
-    direct = gt.quantize_(load(TINY, dtype=torch.bfloat16), "int4_g128")
-    assert torch.equal(logits(model), logits(direct))
-    with pytest.raises(RuntimeError, match="dropped"):
+    direct = gt.quantize_(load(source, dtype=torch.bfloat16), "int4_g128")
+    model = gt.from_pretrained(written, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and torch.equal(logits(model), logits(direct))
+    assert torch.equal(logits(gt.load_quantized_(load(source, dtype=torch.bfloat16), written)), logits(direct))
+    assert model.generate(IDS, max_new_tokens=4, do_sample=False).shape == (1, 15)
+    with pytest.raises(RuntimeError, match="the weights are those of .*written"):
         model.state_dict()
+    with pytest.raises(ValueError, match="not serializable|gatefold"):
+        model.save_pretrained(tmp_path / "again")
+
+
+def test_checkpoints_with_other_quantized_parts_are_refused(tmp_path):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"rules": [{"modules": ".*experts.*", "scheme": "mxfp4"},
+                                            {"modules": ".*self_attn.*", "scheme": "int8"}]}))
+    subprocess.run([sys.executable, "-m", "gatefold", "quantize", TINY, tmp_path / "q", "--recipe", recipe], check=True)
+    with pytest.raises(gatefold.Unsupported, match="self_attn"):
+        gt.from_pretrained(tmp_path / "q")
+
+
+def fp8_experts(family, fp4=False):
+    """transformers' own module for FP8 checkpoints, with weights that it would have loaded; and the same ones in bf16."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+
+    plain = next(m for m in tiny(family, torch.bfloat16).modules() if hasattr(m, "gate_up_proj"))
+    config = copy.deepcopy(plain.config)
+    config._experts_implementation = "gatefold"
+    wrapped = use_experts_implementation(type("Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    module = wrapped(config, block_size=[128, 128], scale_fmt="ue8m0" if fp4 else "float",
+                     expert_dtype="fp4" if fp4 else "fp8").requires_grad_(False)
+    scheme = "mxfp4" if fp4 else "fp8_block_afp8"
+    for name in ("gate_up_proj", "down_proj"):
+        for expert, w in enumerate(getattr(plain, name).detach()):
+            q = gatefold.quantize(w, scheme)
+            for to, part in ((getattr(module, name), q.values), (getattr(module, f"{name}_scale_inv"), q.scales)):
+                to[expert].view(torch.uint8).copy_(torch.from_numpy(part.copy()).reshape(to[expert].view(torch.uint8).shape))
+    return module, gt.QuantizedExperts.of(plain, 2, scheme)
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_fp8_experts(family, fp4):
+    module, expected = fp8_experts(family, fp4)
+    x, ids = torch.randn(5, 128).bfloat16(), torch.tensor([[0, 1], [2, 3], [4, 5], [5, 0], [1, 3]])
+    w = torch.rand(5, 2)
+    assert torch.equal(module(x, ids, w), expected(x, ids, w))
+
+
+def test_fp8_experts_that_cannot_run():
+    x, ids, w = torch.zeros(1, 128).bfloat16(), torch.tensor([[0, 1]]), torch.ones(1, 2)
+    for message, change in [("static scales", {"activation_scheme": "static"}), (r"blocks of \[64, 64\]", {"block_size": [64, 64]}),
+                            ("2 rows of scales for gate and up of 192 rows, expected 4", {"intermediate_dim": 192})]:
+        module = fp8_experts("qwen3_moe")[0]
+        vars(module).update(change)
+        with pytest.raises(gatefold.Unsupported, match=message):
+            module(x, ids, w)
+
+
+PEAK = """
+import sys, threading, torch, transformers, gatefold.transformers as gt
+sys.path.insert(0, sys.argv[1])
+from common import Peak
+load = transformers.AutoModelForCausalLM.from_pretrained
+warm = load(sys.argv[2] + "/warm", quantization_config=gt.GatefoldConfig("mxfp4"), dtype=torch.bfloat16)
+warm(torch.zeros(1, 1, dtype=int))
+how = sys.argv[3]
+if how == "in place":
+    model = load(sys.argv[2] + "/model", dtype=torch.bfloat16)
+with Peak() as peak:
+    if how == "in place":
+        gt.quantize_(model, "mxfp4")
+    else:
+        model = load(sys.argv[2] + "/model", dtype=torch.bfloat16,
+                     quantization_config=gt.GatefoldConfig("mxfp4"))
+print(peak.most, peak.after)
+"""
+
+
+def test_memory(tmp_path):
+    """Quantizing in place takes no more than a layer's experts beside the model; quantized ones are held once."""
+    layers, experts = 6, 16 * 3 * 512 * 512 * 2
+    sizes = dict(SPARSE, hidden_size=512, moe_intermediate_size=512, num_experts=16, num_hidden_layers=layers)
+    for name, config in (("model", sizes), ("warm", SPARSE)):
+        config = transformers.AutoConfig.for_model("qwen3_moe", **config)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / name)
+    mapped = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # so that what is freed is given back
+    run = lambda how: map(int, subprocess.run([sys.executable, "-c", PEAK, HERE, tmp_path, how], check=True, text=True,
+                                              env=mapped, stdout=subprocess.PIPE).stdout.split())
+    for how in ("in place", "on load"):
+        most, after = run(how)
+        assert how == "on load" or most <= experts
+        after += 0 if how == "on load" else layers * experts
+        assert after <= layers * experts * 0.35
 
 
 def bits_per_byte(model, text):

@@ -345,7 +345,8 @@ Result<QuantizedMatrix> Converter::quantized(const Job& job) const {
   if (!amax.ok()) return amax.status();
   QuantizeOptions options = options_.quantize;
   options.tensor_amax = *amax;
-  return quantize(*job.scheme, std::get<MatrixView>(*matrix), options);
+  if (const auto* view = std::get_if<MatrixView>(&*matrix)) return quantize(*job.scheme, *view, options);
+  return Status(Code::unsupported, "unquantized experts that are stored transposed cannot be converted");
 }
 
 Status Converter::quantize_matrix(const Job& job, const SafetensorsWriter& writer) const {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "gatefold/quantize.h"
+#include "checkpoint/plain_view.h"
 
 namespace gatefold {
 
@@ -13,7 +13,7 @@ Result<float> fused_amax(const Checkpoint& checkpoint, SchemeId id, int layer, i
   for (const Projection p : {Projection::gate, Projection::up}) {
     const auto matrix = checkpoint.expert(layer, expert, p);
     if (!matrix) return matrix.status();
-    if (const auto* view = std::get_if<MatrixView>(&*matrix)) amax = std::max(amax, largest_magnitude(*view));
+    if (const auto view = plain_view(*matrix)) amax = std::max(amax, largest_magnitude(*view));
   }
   return amax;
 }

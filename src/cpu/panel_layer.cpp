@@ -3,6 +3,7 @@
 
 #include "cpu/layer.h"
 #include "cpu/panel.h"
+#include "cpu/panel_unpack.h"
 #include "gatefold/codec.h"
 
 namespace gatefold {
@@ -353,10 +354,24 @@ void pack_panel_layout(const QuantizedMatrix* matrices, int count, std::byte* ou
     pack_panels(matrices[i], shape_of(packed[i]), out + (packed[i].data - out), stride);
 }
 
+Result<QuantizedMatrix> unpack_panel_layout(const Ffn& ffn, Projection projection) {
+  const bool alone = projection == Projection::down;
+  const PackedMatrix& packed = alone ? ffn.down : projection == Projection::up ? ffn.up : ffn.gate;
+  QuantizedMatrix matrix{.scheme = packed.scheme, .n = packed.n, .k = packed.k};
+  matrix.scale_format = packed.scale_format;
+  matrix.tensor_scale = packed.tensor_scale;
+  matrix.input_scale = packed.input_scale;
+  const PanelShape shape = shape_of(packed);
+  const std::size_t stride =
+      alone ? shape.panel_bytes : shape_of(ffn.gate).panel_bytes + shape_of(ffn.up).panel_bytes;
+  if (Status status = unpack_panels(packed.data, shape, stride, matrix); !status.ok()) return status;
+  return matrix;
+}
+
 }  // namespace
 
 const WeightLayout panel_layout{"panels", panel_layout_bytes, [](std::size_t bytes, const Device&) {
-                                  return HostWeights::allocate(bytes, pack_panel_layout);
+                                  return HostWeights::allocate(bytes, pack_panel_layout, unpack_panel_layout);
                                 }};
 
 void panel_workspace(Isa isa, const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {

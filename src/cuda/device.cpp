@@ -23,6 +23,8 @@ Result<DeviceInfo> device_info(int index) {
   if (error != cudaSuccess || count == 0) {
     cudaGetLastError();
     const char* why = error == cudaErrorInsufficientDriver ? "no driver for CUDA 13 is installed"
+                      : error == cudaErrorInitializationError
+                          ? "CUDA does not start (a forked process cannot use what its parent has started)"
                       : error == cudaSuccess || error == cudaErrorNoDevice ? "none is there"
                                                                            : cudaGetErrorString(error);
     return Status(Code::unsupported, fmt::format("no NVIDIA GPU can be used: {}", why));

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/fused_amax.h"
+#include "checkpoint/plain_view.h"
 #include "model/calibrate_layer.h"
 
 namespace gatefold {
@@ -13,7 +14,7 @@ Result<QuantizedMatrix> rounded(const Checkpoint& checkpoint, int layer, int exp
   const auto amax = fused_amax(checkpoint, scheme, layer, expert, projection);
   if (!amax) return amax.status();
   options.tensor_amax = *amax;
-  return quantize(scheme, std::get<MatrixView>(*matrix), options);
+  return quantize(scheme, *plain_view(*matrix), options);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checkpoint/fused_amax.h"
+#include "checkpoint/plain_view.h"
 #include "format/matrix.h"
 #include "format/row_kernels.h"
 #include "gatefold/checkpoint.h"
@@ -71,19 +72,13 @@ Status with_place(const Status& status, int layer, int expert, Projection projec
 /// A matrix of the checkpoint in the scheme: as it is stored, or quantized now.
 Result<QuantizedMatrix> to_scheme(Result<ExpertMatrix> matrix, SchemeId id, const QuantizeOptions& options) {
   if (!matrix) return matrix.status();
-  if (const auto* view = std::get_if<MatrixView>(&*matrix)) return quantize(id, *view, options);
+  if (const auto view = plain_view(*matrix)) return quantize(id, *view, options);
   auto& stored = std::get<QuantizedMatrix>(*matrix);
-  const Operand& weight = scheme(stored.scheme).weight;
   // The same weights under other activations are another scheme of the same matrix.
-  if (weight == scheme(id).weight) {
+  if (scheme(stored.scheme).weight == scheme(id).weight) {
     stored.scheme = id;
     return std::move(stored);
   }
-  if (!weight.quantized())  // a copy of an unquantized one
-    return quantize(
-        id,
-        {stored.values.data(), weight.value == formats::f16 ? DType::f16 : DType::bf16, stored.n, stored.k},
-        options);
   return Status(Code::unsupported, fmt::format("is stored as {}, which cannot be turned into {}",
                                                scheme(stored.scheme).name, scheme(id).name));
 }
@@ -183,6 +178,7 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
 
   MoeSpec spec = config.moe;
   spec.scheme = options.scheme.value_or(*stored);
+  if (!options.shared_expert) spec.shared = {};
   if (options.device.kind == Device::Kind::cuda) spec.activation_rule = ScaleRule::standard;
   if (spec.shared.intermediate != 0) {
     const auto shared = checkpoint.shared_scheme(layer);

@@ -142,6 +142,15 @@ bool same(const MoeSpec& a, const MoeSpec& b) {
          a.ordered_inputs == b.ordered_inputs && a.routing.correction_bias == b.routing.correction_bias;
 }
 
+Status check_ids(const MoeSpec& spec, const std::int32_t* ids, std::int64_t tokens) {
+  for (std::int64_t slot = 0; slot < tokens * spec.top_k; ++slot)
+    if (ids[slot] < 0 || ids[slot] >= spec.experts)
+      return {Code::invalid_argument,
+              fmt::format("topk_ids[{}, {}] = {} is not within 0..{}", slot / spec.top_k, slot % spec.top_k,
+                          ids[slot], spec.experts - 1)};
+  return {};
+}
+
 Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertWeights::State& weights,
                   const MoeInputs& in, const MoeOutputs& out) {
   const auto fail = [](std::string message) { return Status(Code::invalid_argument, std::move(message)); };
@@ -164,11 +173,15 @@ Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertW
   if (in.topk_ids == nullptr && in.router_logits == nullptr && weights.vectors.router.empty())
     return fail("the weights hold no router: give router_logits, or topk_ids and topk_weights");
   if (in.topk_ids != nullptr && weights.device.kind == Device::Kind::cpu)
-    for (std::int64_t slot = 0; slot < tokens * spec.top_k; ++slot)
-      if (in.topk_ids[slot] < 0 || in.topk_ids[slot] >= spec.experts)
-        return fail(fmt::format("topk_ids[{}, {}] = {} is not within 0..{}", slot / spec.top_k,
-                                slot % spec.top_k, in.topk_ids[slot], spec.experts - 1));
+    return check_ids(spec, in.topk_ids, tokens);
   return {};
+}
+
+/// The same of ids in device memory, which it waits for.
+Status check_device_ids(const MoeSpec& spec, const MoeInputs& in, cuda::Stream stream) {
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(in.hidden.rows * spec.top_k));
+  Status status = cuda::copy(ids.data(), in.topk_ids, ids.size() * sizeof(ids[0]), stream);
+  return status.ok() ? check_ids(spec, ids.data(), in.hidden.rows) : status;
 }
 
 }  // namespace
@@ -197,6 +210,8 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
   const auto launch = [&] { return plan.ordered ? plan.ordered->run(call) : plan.kernel->launch(call); };
   if (!plan.options.debug_workspace) return launch();
 
+  if (inputs.topk_ids != nullptr && plan.device.kind == Device::Kind::cuda)
+    if (Status status = check_device_ids(plan.spec, inputs, stream); !status.ok()) return status;
   return DebugWorkspace(plan.layout, base, plan.device, stream).run(plan.kernel->name, launch);
 }
 

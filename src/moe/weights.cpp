@@ -228,10 +228,10 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
   return ExpertWeights(std::move(state));
 }
 
-Result<std::unique_ptr<WeightMemory>> HostWeights::allocate(std::size_t bytes, Pack pack) {
+Result<std::unique_ptr<WeightMemory>> HostWeights::allocate(std::size_t bytes, Pack pack, Unpack unpack) {
   Arena arena(bytes);
   if (arena.data() == nullptr) return Status(Code::io_error, fmt::format("no memory for {} bytes", bytes));
-  return std::unique_ptr<WeightMemory>(new HostWeights(std::move(arena), pack));
+  return std::unique_ptr<WeightMemory>(new HostWeights(std::move(arena), pack, unpack));
 }
 void HostWeights::expect(std::size_t at, std::size_t bytes, int expert) {
   prefer_node(arena_.data() + at, bytes, expert % numa_nodes());  // whose threads take it first
@@ -242,6 +242,21 @@ Status HostWeights::pack(const QuantizedMatrix* matrices, int count, std::size_t
 }
 std::string HostWeights::describe() const {
   return fmt::format("{:.0f} % in 2 MiB pages", 100 * arena_.large_pages());
+}
+
+Result<QuantizedMatrix> ExpertWeights::matrix(int expert, Projection projection) const {
+  if (expert < 0 || expert >= state_->spec.experts)
+    return Status(Code::invalid_argument,
+                  fmt::format("expert {} is not within 0..{}", expert, state_->spec.experts - 1));
+  auto matrix = state_->memory->unpack(state_->routed[static_cast<std::size_t>(expert)], projection);
+  if (!matrix)
+    return Status(matrix.status().code(),
+                  fmt::format("expert {}, {}: {}", expert, name(projection), matrix.status().message()));
+  if (state_->spec.ordered_inputs && projection != Projection::down) {
+    const auto order = state_->vectors.input_order.begin() + std::ptrdiff_t{expert} * state_->spec.hidden;
+    matrix->input_order.assign(order, order + state_->spec.hidden);
+  }
+  return matrix;
 }
 
 const MoeSpec& ExpertWeights::spec() const {

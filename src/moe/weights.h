@@ -22,6 +22,11 @@ struct PackedMatrix {
 /// A matrix is of this scheme and shape, has as many bytes as it needs, and its columns are in order.
 Status check_matrix(const QuantizedMatrix& matrix, SchemeId wanted, std::int64_t n, std::int64_t k);
 
+/// One feed-forward network: gate and up [I, H], down [H, I].
+struct Ffn {
+  PackedMatrix gate, up, down;
+};
+
 /// Memory of a device for the packed weights of a layer, zeroed and 64-byte aligned.
 class WeightMemory {
  public:
@@ -32,6 +37,10 @@ class WeightMemory {
   /// Packs `count` matrices of one shape, which are multiplied by the same inputs, into the sum of their
   /// bytes from byte `at` on, a multiple of 64, and sets where each begins.
   virtual Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) = 0;
+  /// What pack() was given, without its order of columns.
+  virtual Result<QuantizedMatrix> unpack(const Ffn&, Projection) const {
+    return Status(Code::unsupported, "weights that are packed for a GPU cannot be had back");
+  }
   /// Called once, after the last matrix.
   virtual Status finish(const ExpertWeights::State& state) = 0;
   /// Where the memory is, for ExpertWeights::describe.
@@ -50,24 +59,25 @@ struct WeightLayout {
 class HostWeights final : public WeightMemory {
  public:
   using Pack = void (*)(const QuantizedMatrix* matrices, int count, std::byte* out, PackedMatrix* packed);
-  static Result<std::unique_ptr<WeightMemory>> allocate(std::size_t bytes, Pack pack);
+  using Unpack = Result<QuantizedMatrix> (*)(const Ffn& ffn, Projection projection);
+  static Result<std::unique_ptr<WeightMemory>> allocate(std::size_t bytes, Pack pack, Unpack unpack);
 
   std::size_t bytes() const override { return arena_.bytes(); }
   const std::byte* data() const { return arena_.data(); }
   void expect(std::size_t at, std::size_t bytes, int expert) override;
   Status pack(const QuantizedMatrix* matrices, int count, std::size_t at, PackedMatrix* packed) override;
+  Result<QuantizedMatrix> unpack(const Ffn& ffn, Projection projection) const override {
+    return unpack_(ffn, projection);
+  }
   Status finish(const ExpertWeights::State&) override { return {}; }
   std::string describe() const override;
 
  private:
-  HostWeights(Arena arena, Pack pack) : arena_(std::move(arena)), pack_(pack) {}
+  HostWeights(Arena arena, Pack pack, Unpack unpack)
+      : arena_(std::move(arena)), pack_(pack), unpack_(unpack) {}
   Arena arena_;
   Pack pack_;
-};
-
-/// One feed-forward network: gate and up [I, H], down [H, I].
-struct Ffn {
-  PackedMatrix gate, up, down;
+  Unpack unpack_;
 };
 
 struct ExpertWeights::State {

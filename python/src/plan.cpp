@@ -1,0 +1,193 @@
+// Running layers.
+#include <fmt/format.h>
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
+#include "layer.h"
+#include "module.h"
+#include "tensor.h"
+#include "torch_abi.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace gatefold::python {
+namespace {
+
+/// numpy, torch and cupy alike: module.empty_like(tensor).
+nb::object empty_like(nb::handle tensor) {
+  const std::string top = package_of(tensor);
+  if (top != "numpy" && top != "torch" && top != "cupy")
+    invalid(fmt::format("hidden is of {}: give `out`, since its tensors cannot be made here", top));
+  return nb::module_::import_(top.c_str()).attr("empty_like")(tensor);
+}
+
+/// Where tensors without elements point to: a null pointer would say that there is no tensor.
+constexpr struct {
+  float value = 0;
+  std::int32_t id = 0;
+} nothing;
+
+/// A plan with the experts that it runs.
+class Plan {
+ public:
+  Plan(std::shared_ptr<Layer> layer, const PlanOptions& options)
+      : layer_(std::move(layer)),
+        options_(options),
+        planned_(layer_->weights().spec(), options, layer_->weights().device()) {}
+
+  nb::object run(nb::handle hidden_object, nb::object first, nb::object weights_object,
+                 nb::object logits_object, nb::object out_object,
+                 std::optional<std::uintptr_t> stream_number) {
+    if (!first.is_none() && weights_object.is_none()) {
+      if (!logits_object.is_none()) invalid("router_logits is given twice");
+      std::swap(first, logits_object);
+    }
+    const MoeSpec& spec = planned_.plan().spec();
+    const Device& device = planned_.plan().device();
+    const Tensor hidden(hidden_object, "hidden");
+    MoeInputs inputs{.hidden = hidden.matrix()};
+    hidden.expect_shape({-1, spec.hidden}, "[tokens, hidden]");
+    hidden.expect_device(device);
+    const std::int64_t tokens = hidden.size(0);
+
+    std::optional<Tensor> ids, weights, logits;
+    std::vector<std::int32_t> id_copy;
+    std::vector<float> weight_copy, logit_copy;
+    if (!logits_object.is_none()) {
+      logits.emplace(logits_object, "router_logits");
+      inputs.router_logits = floats(*logits, {tokens, spec.experts}, "[tokens, experts]", logit_copy);
+    }
+    if (!first.is_none()) {
+      ids.emplace(first, "topk_ids");
+      ids->expect_shape({tokens, spec.top_k}, "[tokens, top_k]");
+      ids->expect_device(device);
+      ids->expect_contiguous();
+      inputs.topk_ids = integers(*ids, id_copy);
+    }
+    if (!weights_object.is_none()) {
+      weights.emplace(weights_object, "topk_weights");
+      inputs.topk_weights = floats(*weights, {tokens, spec.top_k}, "[tokens, top_k]", weight_copy);
+    }
+    if (out_object.is_none()) out_object = empty_like(hidden_object);
+    const Tensor out(out_object, "out", true);
+    out.expect_shape({tokens, spec.hidden}, "[tokens, hidden]");
+    out.expect_device(device);
+    const MatrixView y = out.matrix();
+    const MoeOutputs outputs{.hidden = {const_cast<void*>(y.data), y.dtype, y.rows, y.cols}};
+    const cuda::Stream stream =
+        stream_number ? reinterpret_cast<cuda::Stream>(*stream_number) : hidden.stream();
+    {
+      const nb::gil_scoped_release release;
+      std::optional<TorchMemory> workspace;
+      if (device.kind == Device::Kind::cuda && hidden.is_torch() && !stream_number)
+        workspace.emplace(planned_.plan().workspace_bytes(), device.index);
+      planned_.run(layer_->weights(), inputs, outputs, stream,
+                   workspace ? workspace->bytes() : std::span<std::byte>());
+    }
+    return out_object;
+  }
+
+  const MoePlan& plan() const { return planned_.plan(); }
+  const std::shared_ptr<Layer>& layer() const { return layer_; }
+  PlanOptions options(int tokens) const {
+    PlanOptions options = options_;
+    options.max_tokens = tokens;
+    return options;
+  }
+
+ private:
+  const float* floats(const Tensor& tensor, std::initializer_list<std::int64_t> shape, const char* meaning,
+                      std::vector<float>& copy) const {
+    tensor.expect_shape(shape, meaning);
+    tensor.expect_float();
+    tensor.expect_device(planned_.plan().device());
+    tensor.expect_contiguous();
+    if (tensor.data() == nullptr) return &nothing.value;
+    if (tensor.dtype() == DType::f32) return reinterpret_cast<const float*>(tensor.data());
+    if (tensor.device().kind == Device::Kind::cuda)
+      invalid(fmt::format("{} is {}, expected F32 on a GPU", tensor.name(), name(tensor.dtype())));
+    copy = tensor.to_host<float>();
+    return copy.data();
+  }
+
+  const std::int32_t* integers(const Tensor& tensor, std::vector<std::int32_t>& copy) const {
+    if (tensor.data() == nullptr) return &nothing.id;
+    if (tensor.dtype() == DType::i32) return reinterpret_cast<const std::int32_t*>(tensor.data());
+    if (tensor.dtype() != DType::i64 || tensor.device().kind == Device::Kind::cuda)
+      invalid(fmt::format("{} is {}, expected I32{}", tensor.name(), name(tensor.dtype()),
+                          tensor.device().kind == Device::Kind::cpu ? " or I64" : " on a GPU"));
+    const auto wide = tensor.to_host<std::int64_t>();
+    for (std::size_t i = 0; i < wide.size(); ++i)
+      if (wide[i] != static_cast<std::int32_t>(wide[i]))
+        invalid(fmt::format(
+            "topk_ids[{}, {}] = {} is not within 0..{}", i / static_cast<std::size_t>(tensor.size(1)),
+            i % static_cast<std::size_t>(tensor.size(1)), wide[i], planned_.plan().spec().experts - 1));
+    copy.assign(wide.begin(), wide.end());
+    return copy.data();
+  }
+
+  std::shared_ptr<Layer> layer_;
+  PlanOptions options_;
+  PlannedLayer planned_;
+};
+
+}  // namespace
+
+void add_plan(nb::module_& m) {
+  nb::class_<Plan>(
+      m, "MoePlan",
+      "Chooses the kernel for a layer and runs it. Several threads may call run of one plan at once; "
+      "each call has a workspace of its own. A plan keeps its experts alive.")
+      .def_static(
+          "create",
+          [](std::shared_ptr<Layer> experts, int max_tokens, int threads, const std::string& precision,
+             bool weights_only, bool debug_workspace, const std::string& kernel) {
+            PlanOptions options{.max_tokens = max_tokens,
+                                .threads = threads,
+                                .precision = to_precision(precision),
+                                .weights_only = weights_only,
+                                .debug_workspace = debug_workspace,
+                                .kernel = kernel};
+            return std::make_unique<Plan>(std::move(experts), options);
+          },
+          "experts"_a, nb::kw_only(), "max_tokens"_a = 512, "threads"_a = 0, "precision"_a = "native",
+          "weights_only"_a = false, "debug_workspace"_a = false, "kernel"_a = "",
+          "threads 0: OpenMP's default now. precision 'f32': without the roundings to 16 bit. weights_only: "
+          "activations stay in 16 bit. debug_workspace: canaries around every buffer, and on a GPU ids are "
+          "checked, for "
+          "which each call waits. kernel: only those "
+          "whose name "
+          "contains this. Raises InvalidArgument, Unsupported.")
+      .def(
+          "run", &Plan::run, "hidden"_a, "topk_ids"_a = nb::none(), "topk_weights"_a = nb::none(),
+          nb::kw_only(), "router_logits"_a = nb::none(), "out"_a = nb::none(), "stream"_a = nb::none(),
+          nb::sig("def run(self, hidden: object, topk_ids: object = None, topk_weights: object = None, *, "
+                  "router_logits: object = None, out: object = None, stream: int | None = None) -> object"),
+          R"(Computes the layer for hidden [tokens, hidden] (f32, f16 or bf16, contiguous, on the plan's device).
+
+run(hidden, topk_ids, topk_weights): ids [tokens, top_k] int32 (CPU: or int64) and weights [tokens, top_k] f32
+(CPU: or 16-bit), used as they are. run(hidden, router_logits): logits [tokens, experts]. run(hidden): by the
+layer's own router. Returns `out`, or a new tensor like hidden. On a GPU the work is queued in `stream` (a cudaStream_t
+as a number); None: in torch's or cupy's current one, the default stream for other tensors. With torch's it can be
+captured in a graph.
+
+Raises InvalidArgument for a wrong argument, naming it and its values (ids out of range: on a GPU only in plans with
+debug_workspace).)")
+      .def(
+          "describe", [](const Plan& p) { return p.plan().describe(); },
+          "Which kernel runs, why others do not, the workspace's buffers.")
+      .def(
+          "workspace_bytes",
+          [](const Plan& p, std::optional<int> tokens) {
+            if (!tokens || *tokens == p.plan().max_tokens()) return p.plan().workspace_bytes();
+            return value(MoePlan::create(p.plan().spec(), p.options(*tokens), p.plan().device()))
+                .workspace_bytes();
+          },
+          "tokens"_a = nb::none(), "Of this plan, or of one like it for another number of tokens.")
+      .def_prop_ro("kernel_name", [](const Plan& p) { return std::string(p.plan().kernel_name()); })
+      .def_prop_ro("max_tokens", [](const Plan& p) { return p.plan().max_tokens(); })
+      .def_prop_ro("experts", [](const Plan& p) { return p.layer(); });
+}
+
+}  // namespace gatefold::python
