@@ -19,6 +19,17 @@ struct Item {
   std::int32_t first;
 };
 
+/// Where number k of a row lies among tiles [k / 64][rows][64]: as wgmma reads them (wgmma.cuh), so that 64
+/// columns of neighbouring rows are one piece of memory. k: in the order of the multiply
+/// (PackedFormat::position).
+GATEFOLD_HD constexpr std::int64_t tile_position(std::int64_t rows, std::int64_t row, int k) {
+  return (k / 64 * rows + row) * 64 + (k % 64 / 8 ^ static_cast<int>(row % 8)) * 8 + k % 8;
+}
+/// The most rows of tiles that so many slots take: those of an expert begin at a multiple of 8.
+constexpr std::size_t tile_rows(std::size_t slots, std::size_t experts) {
+  return (slots + 7 * (experts < slots ? experts : slots) + 7) / 8 * 8;
+}
+
 /// 16-bit rows: codes of quantized activations are held as the bf16 of their value, which is exact.
 struct GemmInputs {
   const std::uint16_t* rows = nullptr;   ///< [.., stride], 16-byte aligned; columns that K lacks are 0
@@ -26,6 +37,9 @@ struct GemmInputs {
   const float* row_scales = nullptr;     ///< [rows], or nullptr
   const float* record_scales = nullptr;  ///< [rows, stride / kRecordColumns], or nullptr
   std::int32_t slots_of_row = 1;         ///< slot s reads row s / slots_of_row
+  /// Rows are in the order of experts (GemmArgs::expert_rows), in tiles of so many rows (tile_position);
+  /// row_scales belong to them, record_scales are [stride / kRecordColumns, tile_rows]. 0: not.
+  std::int32_t tile_rows = 0;
 };
 
 enum class GemmKind : std::uint8_t { gate_up, down };
@@ -60,6 +74,8 @@ struct GemmArgs {
   bool one_token = false;  ///< the slots are those of one
   const Item* items = nullptr;
   const std::int32_t *item_count = nullptr, *sorted_slots = nullptr;
+  /// [experts] Of tiles: the row of position p is p and this; nullptr: p itself.
+  const std::int32_t* expert_rows = nullptr;
   /// Whether these (logits as well) were written by a kernel before the previous one, so that weights may be
   /// read early.
   bool routed_early = false;
@@ -68,6 +84,7 @@ struct GemmArgs {
   const float *bias = nullptr, *up_bias = nullptr;  ///< [experts, rows], or nullptr
   void* out = nullptr;                              ///< [slots, out_stride]
   std::int64_t out_stride = 0;
+  std::int32_t out_tile_rows = 0;  ///< of 16-bit outputs of gate_up, which down reads: GemmInputs::tile_rows
   DType out_dtype = DType::f32;
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
 };
@@ -75,8 +92,8 @@ struct GemmArgs {
 /// What a multiply's inputs are.
 enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales };
 
-/// The order of columns within 128: as they are, or that of PackedFormat::position.
-enum class ColumnOrder : std::uint8_t { plain, permuted, permuted_folded };
+/// Rows as they are, or tiles (GemmInputs::tile_rows) in the order of PackedFormat::position.
+enum class InputOrder : std::uint8_t { plain, tiles, folded_tiles };
 
 inline constexpr int kTileTokens = 8;
 
@@ -87,21 +104,23 @@ struct GemmKernel {
   int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
   int step_bytes = 0;
   int tile_groups = 1;  ///< groups of units that a block multiplies together
-  /// Inputs, and what gate and up leave for down, have their columns in the order of PackedFormat::position.
-  bool permuted = false;
+  /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
+  bool tiled = false;
 
   /// In which its inputs lie.
-  ColumnOrder order(SchemeId id) const {
-    return !permuted                                           ? ColumnOrder::plain
-           : packed_format(gatefold::scheme(id).weight).folded ? ColumnOrder::permuted_folded
-                                                               : ColumnOrder::permuted;
+  InputOrder order(SchemeId id) const {
+    return !tiled                                              ? InputOrder::plain
+           : packed_format(gatefold::scheme(id).weight).folded ? InputOrder::folded_tiles
+                                                               : InputOrder::tiles;
   }
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
-inline constexpr int kFewTokensOfTile = 56;
+inline constexpr int kFewTokensOfTile = 64;
+/// The most of an item, in steps of 16.
+inline constexpr int kManyTokensOfTile = 160;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 

@@ -16,7 +16,8 @@
 /// folded powers of two; NaN for rows that hold a NaN), where the format has such scales, and then its
 /// records, [pair of units][column of records][unit of the pair]: a warp multiplies both units by the
 /// activations that it has loaded. Two matrices that are multiplied by the same inputs, gate and up, share
-/// units: rows 0-7 of one, rows 8-15 of the other. Rows and columns that the matrices lack are 0.
+/// units: rows 0-7 of one, rows 8-15 of the other. Rows and columns that the matrices lack are 0, and so are
+/// groups whose scale is 0 or subnormal.
 ///
 /// Folded ue8m0 scales, s = 2^c, are relative to the largest of their row, 2^top: a byte max(0, 254 + c -
 /// top), the exponent of a bf16 factor, and the row's scale is 2^(top - bias), with the bias of the values'
