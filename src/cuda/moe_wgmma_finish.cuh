@@ -38,10 +38,10 @@ struct LaneRows {
     }
   }
 
-  /// Of 16 tokens whose sums are there, those before `end`; their rows are `row` and on. x_scales: of them,
-  /// or nullptr. A lane's tokens are finished side by side, without branches between them.
-  __device__ __forceinline__ void finish(const GemmArgs& args, const float* sums, const float* x_scales,
-                                         std::int64_t row, int end) const {
+  /// Of a tile's tokens those from `begin` on, 16 at most, whose sums are there. A lane's tokens are finished
+  /// side by side, without branches between them.
+  __device__ __forceinline__ void finish(const GemmArgs& args, const Tile& tile, const float* sums,
+                                         int begin) const {
     constexpr auto power = static_cast<float>(1 << decoded_power<T::P, T::M>());
     const int token = static_cast<int>(threadIdx.x) % 32 / lanes, end = tile.count - begin;
     const float* x_scales =
