@@ -54,7 +54,7 @@ struct InputBuffers {
     args.rows = rows.at(base);
     args.stride = stride;
     args.order = order;
-    args.tile_rows = order == InputOrder::plain ? 0 : tile_rows;
+    args.tile_rows = order.tiled ? tile_rows : 0;
     args.row_scales = row_scales.at(base);
     args.record_scales = record_scales.at(base);
     return args;

@@ -145,11 +145,11 @@ struct Places {
 __device__ __forceinline__ void store(const InputArgs& args, Places& places, std::int64_t k,
                                       const std::uint32_t (&words)[kPerThread / 2]) {
   uint4 piece = {words[0], words[1], words[2], words[3]};
-  if (args.order == InputOrder::plain) {
+  if (!args.order.tiled) {
     if (k < args.stride) *reinterpret_cast<uint4*>(args.rows + places.rows[0] * args.stride + k) = piece;
     return;
   }
-  const PackedFormat p{.folded = args.order == InputOrder::folded_tiles};
+  const PackedFormat p{.folded = args.order.folded};
   const int lane = threadIdx.x % 32;
   std::uint32_t* own = places.columns[threadIdx.x / 32];
   for (int pair = 0; pair < kPerThread / 2; ++pair)
@@ -163,8 +163,29 @@ __device__ __forceinline__ void store(const InputArgs& args, Places& places, std
       *reinterpret_cast<uint4*>(args.rows + tile_position(args.tile_rows, row, static_cast<int>(k))) = piece;
 }
 
-/// Blocks of a cluster have a row, and take its pieces in turn.
-template <class Activation>
+/// The same of codes.
+__device__ __forceinline__ void store_bytes(const InputArgs& args, Places& places, std::int64_t k,
+                                            const std::uint32_t (&words)[2]) {
+  const PackedFormat p{.folded = args.order.folded};
+  const int lane = threadIdx.x % 32, column = lane * kPerThread % kRecordColumns;
+  std::uint32_t* own = places.columns[threadIdx.x / 32];
+  for (int half = 0; half < 2; ++half)
+    own[lane / 16 * 32 + p.block_of(column) * 8 + half * 4 + p.quarter_of(column)] =
+        __byte_perm(words[0], words[1], args.order.bytes >> (16 * half));
+  __syncwarp();
+  const uint4 piece = reinterpret_cast<const uint4*>(own)[lane % 16];
+  __syncwarp();
+  k += lane * (16 - kPerThread);  // 16 columns of each of half of the lanes
+  if (lane >= 16 || k >= args.stride) return;
+  for (int i = 0; i < args.copies; ++i)
+    if (const std::int64_t row = places.rows[i]; row >= 0)
+      *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(args.rows) +
+                                (k / kRecordColumns * args.tile_rows + row) * kRecordColumns +
+                                (lane % 8 ^ row % 8) * 16) = piece;
+}
+
+/// Blocks of a cluster have a row, and take its pieces in turn. `kBytes`: codes.
+template <class Activation, bool kBytes>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a);
@@ -212,9 +233,14 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
     constexpr int group = a.group.k == 0 ? kRecordColumns : a.group.k;
     const auto factors = GroupFactors::of<Activation>(
         scales, a.group.k == 0 ? 0.0f : max_over(amax_of(x), group / kPerThread));
-    std::uint32_t words[kPerThread / 2];
-    encode_inputs<Activation>(x, factors, words);
-    store(args, places, k, words);
+    std::uint32_t words[kBytes ? 2 : kPerThread / 2];
+    if constexpr (kBytes) {
+      encode_codes<Activation>(x, factors, words);
+      store_bytes(args, places, k, words);
+    } else {
+      encode_inputs<Activation>(x, factors, words);
+      store(args, places, k, words);
+    }
     if (with_record_scales && k < args.stride && k % kRecordColumns == 0)
       for (int i = 0; i < args.copies; ++i)
         if (const std::int64_t to = places.rows[i]; to >= 0)
@@ -240,9 +266,13 @@ cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
       return error;
   const auto pieces = static_cast<unsigned>((args.stride + kPiece - 1) / kPiece);
   const unsigned cluster = std::min<unsigned>(pieces, kMostBlocks);
-  return launch_dependent(
-      inputs_kernel<Activation>,
-      {.blocks = rows * cluster, .threads = kThreads, .stream = stream, .cluster = cluster}, args);
+  const auto launch = [&](auto* kernel) {
+    return launch_dependent(
+        kernel, {.blocks = rows * cluster, .threads = kThreads, .stream = stream, .cluster = cluster}, args);
+  };
+  if constexpr (are_bytes(byte_kind(Activation::operand)))
+    if (args.order.bytes != 0) return launch(inputs_kernel<Activation, true>);
+  return launch(inputs_kernel<Activation, false>);
 }
 
 }  // namespace

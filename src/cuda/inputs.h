@@ -1,8 +1,8 @@
 #pragma once
 /// \file
 /// Rows of activations as the multiply takes them (GemmInputs): 16-bit numbers, those of a quantized operand
-/// as the bf16 of their codes' values. Scales of groups that keep them exact in bf16 (ue8m0, ue4m3) are
-/// multiplied in, the others lie beside the rows.
+/// as the bf16 of their codes' values; or codes. Scales of groups that keep them exact in bf16 (ue8m0, ue4m3)
+/// are multiplied in, the others lie beside the rows.
 
 #include <cuda_runtime_api.h>
 
@@ -35,7 +35,7 @@ struct InputArgs {
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;
-  InputOrder order = InputOrder::plain;
+  InputOrder order = {};
   std::int32_t tile_rows = 0;      ///< GemmInputs
   float* row_scales = nullptr;     ///< [rows], if has_row_scales
   float* record_scales = nullptr;  ///< GemmInputs, if has_record_scales
@@ -60,6 +60,13 @@ constexpr InputKind input_kind(const Operand& a) {
   return has_record_scales(a)                        ? InputKind::bf16_record_scales
          : a.value == formats::f16 && !a.quantized() ? InputKind::f16
                                                      : InputKind::bf16;
+}
+
+/// The same where codes are multiplied as such, and otherwise input_kind.
+constexpr InputKind byte_kind(const Operand& a) {
+  if (!a.quantized() || a.scale != formats::f32) return input_kind(a);
+  if (a.value == formats::e4m3) return has_record_scales(a) ? InputKind::e4m3_record_scales : InputKind::e4m3;
+  return a.value == formats::int8 && a.group.k == 0 ? InputKind::int8 : input_kind(a);
 }
 
 cudaError_t launch_inputs(const InputArgs& args, cudaStream_t stream);

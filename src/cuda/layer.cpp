@@ -380,6 +380,7 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
   const auto work = [&](SchemeId id, std::int64_t width, int experts, int top_k) {
     return GemmWork{.scheme = id,
                     .input = input_kind(effective_activation(id, spec, options)),
+                    .bytes = byte_kind(effective_activation(id, spec, options)),
                     .experts = experts,
                     .top_k = top_k,
                     .multiplies = {{width, spec.hidden, 2}, {spec.hidden, width, 1}}};

@@ -149,6 +149,7 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
   const DeviceGuard guard(device);
   auto table = GemmTable::create({.scheme = shape.scheme,
                                   .input = input_kind(activation),
+                                  .bytes = byte_kind(activation),
                                   .experts = shape.matrices,
                                   .top_k = 1,
                                   .multiplies = {{shape.n, shape.k, 1}}},

@@ -30,7 +30,8 @@ constexpr std::size_t tile_rows(std::size_t slots, std::size_t experts) {
   return (slots + 7 * (experts < slots ? experts : slots) + 7) / 8 * 8;
 }
 
-/// 16-bit rows: codes of quantized activations are held as the bf16 of their value, which is exact.
+/// 16-bit rows: codes of quantized activations are held as the bf16 of their value, which is exact. Or codes
+/// themselves, a byte each, in tiles [k / 128][rows][128] whose rows are swizzled alike.
 struct GemmInputs {
   const std::uint16_t* rows = nullptr;   ///< [.., stride], 16-byte aligned; columns that K lacks are 0
   std::int64_t stride = 0;               ///< of rows; a multiple of kRecordColumns
@@ -89,11 +90,24 @@ struct GemmArgs {
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
 };
 
-/// What a multiply's inputs are.
-enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales };
+/// What a multiply's inputs are: 16-bit numbers, or codes that are multiplied as such.
+enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales, e4m3, e4m3_record_scales, int8 };
 
-/// Rows as they are, or tiles (GemmInputs::tile_rows) in the order of PackedFormat::position.
-enum class InputOrder : std::uint8_t { plain, tiles, folded_tiles };
+constexpr bool are_bytes(InputKind kind) {
+  return kind >= InputKind::e4m3;
+}
+constexpr bool with_record_scales(InputKind kind) {
+  return kind == InputKind::bf16_record_scales || kind == InputKind::e4m3_record_scales;
+}
+/// int32 holds the sums of so many products of int8.
+inline constexpr int kMostInt8Columns = 1 << 16;
+
+/// Rows as they are, or tiles (GemmInputs::tile_rows): 16-bit numbers in the order of PackedFormat::position,
+/// or codes, a byte each, in the order of column_of_byte.
+struct InputOrder {
+  bool tiled = false, folded = false;
+  std::uint32_t bytes = 0;  ///< byte_order, of codes
+};
 
 inline constexpr int kTileTokens = 8;
 
@@ -106,12 +120,11 @@ struct GemmKernel {
   int tile_groups = 1;  ///< groups of units that a block multiplies together
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
+  std::uint32_t byte_order = 0;  ///< InputOrder
 
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
-    return !tiled                                              ? InputOrder::plain
-           : packed_format(gatefold::scheme(id).weight).folded ? InputOrder::folded_tiles
-                                                               : InputOrder::tiles;
+    return {tiled, packed_format(gatefold::scheme(id).weight).folded, byte_order};
   }
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.

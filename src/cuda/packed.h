@@ -175,6 +175,21 @@ constexpr int code_bit(Format value, int i, int b) {
   return 16 * (i % 2 ^ (other_half ? 1 : 0)) + at[i / 2][b];
 }
 
+/// Which of 8 neighbouring columns is byte i of what a lane takes of them in a multiply of bytes, `m`: 0 to 3
+/// are k indices 4 q .. of a block's 32, and 4 to 7 indices 16 + 4 q ..
+constexpr int column_of_byte(Format value, Format m, int i) {
+  if (value.bits == 4 && m.is_float()) return i % 4 * 2 + i / 4;
+  if (value.bits == 4) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
+  const int in_word = i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
+  return i / 4 * 4 + (value.is_float() ? in_word ^ 2 : in_word);
+}
+/// The same of all 8, in nibbles, the first one lowest.
+constexpr std::uint32_t byte_order(Format value, Format m) {
+  std::uint32_t order = 0;
+  for (int i = 0; i < 8; ++i) order |= static_cast<std::uint32_t>(column_of_byte(value, m, i)) << (4 * i);
+  return order;
+}
+
 /// What is added to signed codes, so that they count from 0.
 constexpr std::uint32_t code_offset(Format value) {
   return value.kind == Kind::integer ? 1u << (value.bits - 1) : 0;

@@ -38,6 +38,11 @@ __device__ __forceinline__ void take_sums(float (&sums)[kCount]) {
 #pragma unroll
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void take_sums(std::int32_t (&sums)[kCount]) {
+#pragma unroll
+  for (std::int32_t& sum : sums) asm volatile("" : "+r"(sum)::"memory");
+}
 
 /// More or fewer registers for each thread of this warpgroup.
 template <int kRegisters>
