@@ -97,6 +97,7 @@ GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
 /// value = decoded * 2^decoded_power.
 template <PackedFormat P, Format M>
 constexpr int decoded_power() {
+  if (M.bits == 8) return 0;
   if (P.value.is_integer()) return 9;
   if (P.folded) return P.scale == formats::ue4m3 ? 11 : 0;
   if (P.value == formats::e4m3 && M == formats::f16) return 8;

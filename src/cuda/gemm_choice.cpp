@@ -18,9 +18,10 @@ struct Costs {
 Costs costs_of(int bits, const GemmChoice& choice) {
   if (choice.tuning.body == CudaTuning::Body::warps)
     return {bits == 16 ? 92.0 : bits == 8 ? 62.0 : 43.0, 9.9};
+  if (choice.kernels[0].byte_order != 0 && choice.kernels[0].tokens > kFewTokensOfTile) return {400, 12};
   if (choice.kernels[0].tokens == kFewTokensOfTile)
-    return {bits == 16 ? 707.0 : bits == 8 ? 1110.0 : 907.0, 15.6};
-  return {bits == 16 ? 0.0 : bits == 8 ? 501.0 : 306.0, 20.8};
+    return {bits == 16 ? 600.0 : bits == 8 ? 900.0 : 750.0, 14.0};
+  return {bits == 16 ? 200.0 : bits == 8 ? 450.0 : 350.0, 17.0};
 }
 constexpr double kReadBytes = 2980;   ///< that the device reads in a clock, from memory
 constexpr double kCacheBytes = 3680;  ///< and from its L2 cache
@@ -55,11 +56,13 @@ std::vector<Load> loads(const GemmWork& work, int tokens) {
 }
 
 /// Tokens by which an item is multiplied: kernels have a faster way for fewer.
-int multiplied_tokens(const CudaTuning& tuning, int kernel_tokens, double count) {
+int multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, double count) {
+  const int kernel_tokens = kernel.tokens;
+  if (kernel.byte_order != 0) return static_cast<int>(std::ceil(count / 32)) * 32;
   if (tuning.body == CudaTuning::Body::warps)
     return count <= kernel_tokens / 2 ? std::max(kTileTokens, kernel_tokens / 2) : kernel_tokens;
-  const int fewer = kernel_tokens == kFewTokensOfTile ? 32 : 64;
-  return count <= fewer ? fewer : kernel_tokens;
+  if (kernel_tokens == kFewTokensOfTile) return count <= 32 ? 32 : 64;
+  return std::max(64, static_cast<int>(std::ceil(count / 32)) * 32);
 }
 
 /// Clocks of one multiply.
@@ -69,23 +72,19 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
   const PackedShape shape(format, m.rows, m.k, m.count);
   const Costs costs = costs_of(format.value.bits, choice);
   const bool warps = choice.tuning.body == CudaTuning::Body::warps;
-  const int kernel_tokens = choice.kernels[0].tokens, tile = choice.tuning.tile_tokens;
+  const int tile = choice.tuning.tile_tokens;
   const double bytes = static_cast<double>(shape.bytes()), steps = static_cast<double>(shape.records),
                tiles_of_item =
                    std::ceil(static_cast<double>(shape.units) / kGroupUnits / choice.kernels[0].tile_groups);
   double read = 0, cached = 0, clocks = 0, tiles = 0;
   for (const Load& load : loads(work, tokens)) {
     if (load.tokens == 0) continue;
-    const double full = std::floor(load.tokens / tile);
-    const auto add = [&](double items, double count) {
-      const double of_items = items * load.experts * tiles_of_item;
-      tiles += of_items;
-      clocks += of_items * steps *
-                (costs.decode + costs.token * multiplied_tokens(choice.tuning, kernel_tokens, count));
-      cached += items * load.experts * bytes;
-    };
-    add(full, tile);
-    if (const double rest = load.tokens - full * tile; rest > 0) add(1, rest);
+    const double items = std::ceil(load.tokens / tile), of_items = items * load.experts * tiles_of_item;
+    tiles += of_items;
+    clocks += of_items * steps *
+              (costs.decode +
+               costs.token * multiplied_tokens(choice.tuning, choice.kernels[0], load.tokens / items));
+    cached += items * load.experts * bytes;
     read += load.experts * bytes;
   }
   // Warps share out groups equally; tiles are whole.
@@ -108,10 +107,16 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
   using Body = CudaTuning::Body;
   std::vector<GemmChoice> choices;
   const bool wide = may_be_wide(gatefold::scheme(work.scheme).weight);
+  const bool overflows =
+      work.bytes == InputKind::int8 &&
+      std::ranges::any_of(work.multiplies, [](const GemmMatrices& m) { return m.k > kMostInt8Columns; });
+  const InputKind bytes = overflows ? work.input : work.bytes;
   const auto add = [&](Body body, int tokens) {
     const auto find = [&](bool of_wide) {
-      return body == Body::warps ? find_gemm(work.scheme, of_wide, work.input, tokens)
-                                 : find_warpgroup_gemm(work.scheme, of_wide, work.input, tokens);
+      if (body == Body::warps) return find_gemm(work.scheme, of_wide, work.input, tokens);
+      const GemmKernel kernel = find_warpgroup_gemm(work.scheme, of_wide, bytes, tokens);
+      return kernel.function != nullptr ? kernel
+                                        : find_warpgroup_gemm(work.scheme, of_wide, work.input, tokens);
     };
     GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
     for (const GemmKernel& kernel : choice.kernels) {
@@ -122,7 +127,7 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
   for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
-  for (const int tokens : {32, kFewTokensOfTile, 64, 128}) add(Body::warpgroups, tokens);
+  for (const int tokens : {32, kFewTokensOfTile, 128, kManyTokensOfTile}) add(Body::warpgroups, tokens);
   return choices;
 }
 

@@ -23,6 +23,7 @@ struct GemmMatrices {
 struct GemmWork {
   SchemeId scheme = SchemeId::bf16;
   InputKind input = InputKind::bf16;
+  InputKind bytes = InputKind::bf16;  ///< where codes are multiplied as such: else as `input`
   int experts = 1, top_k = 1;
   std::vector<GemmMatrices> multiplies;
 };

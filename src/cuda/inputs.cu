@@ -16,9 +16,10 @@ constexpr int kMostBlocks = 8;  // of a row: a cluster
 
 struct Row {
   const InputArgs& args;
-  std::int64_t row, from;  // of the result, of x
+  std::int64_t row, from;  // of those that are rounded, of x
 
-  __device__ Row(const InputArgs& a, std::int64_t i) : args(a), row(i), from(i / a.divisor) {}
+  __device__ Row(const InputArgs& a, std::int64_t i)
+      : args(a), row(i), from(a.from_positions ? a.positions[i] : i / a.divisor) {}
 
   /// Numbers k .. k + 7; those from K on are 0.
   __device__ __forceinline__ void load(std::int64_t k, float (&x)[kPerThread]) const {
@@ -94,7 +95,9 @@ __device__ __forceinline__ float amax_of_pieces(const Row& row, std::int64_t k, 
 /// The expert of a row, which all threads of a block find together; -1: the row is not there.
 __device__ int expert_of(const InputArgs& args, std::int64_t row) {
   int expert = 0;
-  if (args.ids != nullptr) {
+  if (args.copies > 1) {
+    return 0;  // its slots belong to several
+  } else if (args.ids != nullptr) {
     expert = args.ids[row];
   } else if (args.offsets != nullptr) {
     for (int begin = 0; begin < args.experts; begin += kThreads) {
@@ -123,20 +126,66 @@ __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
 }
 
-/// Columns k .. k + 7 of a row: where they are permuted, the pairs of a lane's share of a block (packed.h).
-__device__ __forceinline__ void store(const InputArgs& args, std::uint16_t* row, std::int64_t k,
-                                      const std::uint32_t (&words)[kPerThread / 2]) {
-  if (args.order == ColumnOrder::plain) {
-    *reinterpret_cast<uint4*>(row + k) = {words[0], words[1], words[2], words[3]};
-    return;
-  }
-  const PackedFormat p{.folded = args.order == ColumnOrder::permuted_folded};
-  auto* first = reinterpret_cast<std::uint32_t*>(row + p.position(static_cast<int>(k)));
-  for (int pair = 0; pair < kPerThread / 2; ++pair) first[4 * pair] = words[pair];
+/// Where slot `slot`, of `expert` unless it has an id, goes; -1: it is not there.
+__device__ __forceinline__ std::int32_t row_of(const InputArgs& args, std::int64_t slot, int expert) {
+  if (args.ids != nullptr) expert = args.ids[slot];
+  if (static_cast<std::uint32_t>(expert) >= static_cast<std::uint32_t>(args.experts) && args.ids != nullptr)
+    return -1;
+  return (args.positions == nullptr ? static_cast<std::int32_t>(slot) : args.positions[slot]) +
+         (args.expert_rows == nullptr ? 0 : args.expert_rows[expert]);
 }
 
-/// Blocks of a cluster have a row, and take its pieces in turn.
-template <class Activation>
+/// Where a row goes, and a warp's next 256 columns of it in the order of tiles.
+struct Places {
+  std::int32_t rows[kMostTopK];
+  alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerThread / 2];
+};
+
+/// Columns k .. k + 7 of a row, by each lane of a warp.
+__device__ __forceinline__ void store(const InputArgs& args, Places& places, std::int64_t k,
+                                      const std::uint32_t (&words)[kPerThread / 2]) {
+  uint4 piece = {words[0], words[1], words[2], words[3]};
+  if (!args.order.tiled) {
+    if (k < args.stride) *reinterpret_cast<uint4*>(args.rows + places.rows[0] * args.stride + k) = piece;
+    return;
+  }
+  const PackedFormat p{.folded = args.order.folded};
+  const int lane = threadIdx.x % 32;
+  std::uint32_t* own = places.columns[threadIdx.x / 32];
+  for (int pair = 0; pair < kPerThread / 2; ++pair)
+    own[p.position(lane * kPerThread) / 2 + 4 * pair] = words[pair];
+  __syncwarp();
+  piece = reinterpret_cast<const uint4*>(own)[lane];
+  __syncwarp();
+  if (k >= args.stride) return;
+  for (int i = 0; i < args.copies; ++i)
+    if (const std::int32_t row = places.rows[i]; row >= 0)
+      *reinterpret_cast<uint4*>(args.rows + tile_position(args.tile_rows, row, static_cast<int>(k))) = piece;
+}
+
+/// The same of codes.
+__device__ __forceinline__ void store_bytes(const InputArgs& args, Places& places, std::int64_t k,
+                                            const std::uint32_t (&words)[2]) {
+  const PackedFormat p{.folded = args.order.folded};
+  const int lane = threadIdx.x % 32, column = lane * kPerThread % kRecordColumns;
+  std::uint32_t* own = places.columns[threadIdx.x / 32];
+  for (int half = 0; half < 2; ++half)
+    own[lane / 16 * 32 + p.block_of(column) * 8 + half * 4 + p.quarter_of(column)] =
+        __byte_perm(words[0], words[1], args.order.bytes >> (16 * half));
+  __syncwarp();
+  const uint4 piece = reinterpret_cast<const uint4*>(own)[lane % 16];
+  __syncwarp();
+  k += lane * (16 - kPerThread);  // 16 columns of each of half of the lanes
+  if (lane >= 16 || k >= args.stride) return;
+  for (int i = 0; i < args.copies; ++i)
+    if (const std::int64_t row = places.rows[i]; row >= 0)
+      *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(args.rows) +
+                                (k / kRecordColumns * args.tile_rows + row) * kRecordColumns +
+                                (lane % 8 ^ row % 8) * 16) = piece;
+}
+
+/// Blocks of a cluster have a row, and take its pieces in turn. `kBytes`: codes.
+template <class Activation, bool kBytes>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a);
@@ -150,6 +199,10 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   const Row row(args, blockIdx.x / blocks);
   const int expert = expert_of(args, row.row);
   if (expert < 0) return;
+  __shared__ Places places;
+  if (static_cast<int>(threadIdx.x) < args.copies)
+    places.rows[threadIdx.x] = row_of(args, row.row * args.copies + threadIdx.x, expert);
+  __syncthreads();
   std::int64_t k = block * kPiece + static_cast<std::int64_t>(threadIdx.x) * kPerThread;
   const std::int64_t step = static_cast<std::int64_t>(blocks) * kPiece;
   float x[kPerThread];
@@ -171,7 +224,8 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
     } else {
       scales = RowScales::of_amax<Activation>(max_over_cluster(amax_of_pieces(row, k + step, step, x)));
     }
-    if (block == 0 && threadIdx.x == 0) args.row_scales[row.row] = scales.whole;
+    if (block == 0 && static_cast<int>(threadIdx.x) < args.copies && places.rows[threadIdx.x] >= 0)
+      args.row_scales[places.rows[threadIdx.x]] = scales.whole;
   }
 
   const int lane = threadIdx.x % 32;
@@ -179,13 +233,19 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
     constexpr int group = a.group.k == 0 ? kRecordColumns : a.group.k;
     const auto factors = GroupFactors::of<Activation>(
         scales, a.group.k == 0 ? 0.0f : max_over(amax_of(x), group / kPerThread));
-    std::uint32_t words[kPerThread / 2];
-    encode_inputs<Activation>(x, factors, words);
-    if (k < args.stride) {
-      store(args, args.rows + row.row * args.stride, k, words);
-      if (with_record_scales && k % kRecordColumns == 0)
-        args.record_scales[(row.row * args.stride + k) / kRecordColumns] = factors.record;
+    std::uint32_t words[kBytes ? 2 : kPerThread / 2];
+    if constexpr (kBytes) {
+      encode_codes<Activation>(x, factors, words);
+      store_bytes(args, places, k, words);
+    } else {
+      encode_inputs<Activation>(x, factors, words);
+      store(args, places, k, words);
     }
+    if (with_record_scales && k < args.stride && k % kRecordColumns == 0)
+      for (int i = 0; i < args.copies; ++i)
+        if (const std::int64_t to = places.rows[i]; to >= 0)
+          args.record_scales[args.tile_rows == 0 ? (to * args.stride + k) / kRecordColumns
+                                                 : k / kRecordColumns * args.tile_rows + to] = factors.record;
     k += step;
     row.load(k, x);
   }
@@ -206,9 +266,13 @@ cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
       return error;
   const auto pieces = static_cast<unsigned>((args.stride + kPiece - 1) / kPiece);
   const unsigned cluster = std::min<unsigned>(pieces, kMostBlocks);
-  return launch_dependent(
-      inputs_kernel<Activation>,
-      {.blocks = rows * cluster, .threads = kThreads, .stream = stream, .cluster = cluster}, args);
+  const auto launch = [&](auto* kernel) {
+    return launch_dependent(
+        kernel, {.blocks = rows * cluster, .threads = kThreads, .stream = stream, .cluster = cluster}, args);
+  };
+  if constexpr (are_bytes(byte_kind(Activation::operand)))
+    if (args.order.bytes != 0) return launch(inputs_kernel<Activation, true>);
+  return launch(inputs_kernel<Activation, false>);
 }
 
 }  // namespace

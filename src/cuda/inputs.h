@@ -1,13 +1,14 @@
 #pragma once
 /// \file
 /// Rows of activations as the multiply takes them (GemmInputs): 16-bit numbers, those of a quantized operand
-/// as the bf16 of their codes' values. Scales of groups that keep them exact in bf16 (ue8m0, ue4m3) are
-/// multiplied in, the others lie beside the rows.
+/// as the bf16 of their codes' values; or codes. Scales of groups that keep them exact in bf16 (ue8m0, ue4m3)
+/// are multiplied in, the others lie beside the rows.
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "cuda/limits.h"
 #include "cuda/moe_gemm.h"
 #include "gatefold/quantize.h"
 
@@ -17,12 +18,16 @@ struct InputArgs {
   Operand activation;        ///< what rows are rounded to (effective_activation)
   MatrixView x;              ///< [.., k]; rows: of the result
   std::int32_t divisor = 1;  ///< row i comes from row i / divisor of x
-  /// [rows], where rows are slots: those of ids that no expert has are not there.
+  std::int32_t copies = 1;   ///< and is that of slots copies * i and on: at most kMostTopK
+  /// [slots], where rows are those of slots: those of ids that no expert has are not there.
   const std::int32_t* ids = nullptr;
   std::int32_t experts = 0;
   /// [experts + 1], where rows are in groups: expert e's are [offsets[e], offsets[e + 1]), and the others are
   /// not there. Scales per tensor are of a group then.
   const std::int32_t* offsets = nullptr;
+  const std::int32_t* positions = nullptr;     ///< [slots] in the order of experts, or nullptr: the same
+  const std::int32_t* expert_rows = nullptr;   ///< of tiles: GemmArgs
+  bool from_positions = false;                 ///< row i comes from the row of its slot's position
   const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic
   float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
   /// Whether the next kernel may start before the previous one is done: what it reads early is older.
@@ -30,9 +35,10 @@ struct InputArgs {
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;
-  ColumnOrder order = ColumnOrder::plain;
+  InputOrder order = {};
+  std::int32_t tile_rows = 0;      ///< GemmInputs
   float* row_scales = nullptr;     ///< [rows], if has_row_scales
-  float* record_scales = nullptr;  ///< [rows, stride / kRecordColumns], if has_record_scales
+  float* record_scales = nullptr;  ///< GemmInputs, if has_record_scales
 };
 
 constexpr bool has_row_scales(const Operand& a) {
@@ -54,6 +60,13 @@ constexpr InputKind input_kind(const Operand& a) {
   return has_record_scales(a)                        ? InputKind::bf16_record_scales
          : a.value == formats::f16 && !a.quantized() ? InputKind::f16
                                                      : InputKind::bf16;
+}
+
+/// The same where codes are multiplied as such, and otherwise input_kind.
+constexpr InputKind byte_kind(const Operand& a) {
+  if (!a.quantized() || a.scale != formats::f32) return input_kind(a);
+  if (a.value == formats::e4m3) return has_record_scales(a) ? InputKind::e4m3_record_scales : InputKind::e4m3;
+  return a.value == formats::int8 && a.group.k == 0 ? InputKind::int8 : input_kind(a);
 }
 
 cudaError_t launch_inputs(const InputArgs& args, cudaStream_t stream);

@@ -24,11 +24,11 @@ struct FfnBuffers {
 
   FfnBuffers() = default;
   FfnBuffers(SchemeId id, const MoeSpec& spec, const PlanOptions& options, std::int64_t width,
-             std::size_t in_rows, std::size_t rows, WorkspaceLayout& layout)
+             std::size_t in_rows, std::size_t rows, std::size_t tiles, WorkspaceLayout& layout)
       : scheme(id), intermediate(width) {
     const Operand activation = effective_activation(id, spec, options);
-    in = InputBuffers("inputs", activation, in_rows, spec.hidden, layout);
-    mid = InputBuffers("intermediate", activation, rows, width, layout);
+    in = InputBuffers("inputs", activation, in_rows, tiles, spec.hidden, layout);
+    mid = InputBuffers("intermediate", activation, rows, tiles, width, layout);
     mid_sums = {layout.add<float>("unrounded_mid",
                                   activation.quantized() ? rows * static_cast<std::size_t>(width) : 0)};
     out = {layout.add<float>("outputs", rows * static_cast<std::size_t>(spec.hidden))};
@@ -41,7 +41,7 @@ struct LayerBuffers {
   Buffer<float> topk_weights, logits;
   Buffer<Item> items;
   std::int32_t most_items = 0;
-  Buffer<std::int32_t> item_count;
+  Buffer<std::int32_t> item_count, expert_rows;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
 
@@ -65,11 +65,12 @@ struct LayerBuffers {
     most_items = static_cast<std::int32_t>(std::min(experts, slots) + slots / kTileTokens);
     items = {layout.add<Item>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
+    expert_rows = {layout.add<std::int32_t>("expert_rows", experts)};
     routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
-                        layout);
+                        tile_rows(slots, experts), layout);
     if (spec.shared.intermediate != 0)
-      shared =
-          FfnBuffers(spec.shared.scheme, spec, options, spec.shared.intermediate, tokens, tokens, layout);
+      shared = FfnBuffers(spec.shared.scheme, spec, options, spec.shared.intermediate, tokens, tokens,
+                          tile_rows(tokens, 1), layout);
   }
 };
 
@@ -106,28 +107,30 @@ class LayerRun {
                      down = choice_.kernel(weights_.down.wide);
     if (!few()) launched(cut_items(gate_up), "cut tokens into items");
 
-    GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up));
+    GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, tiled()));
     first.routing = by_gate_up;
     first.bias = weights_.gate_bias;
     first.up_bias = weights_.up_bias;
     if (!per_slot) first.inputs.slots_of_row = spec_.top_k;
-    if (!gate_up.permuted && b_.routed.in.are(call_.inputs.hidden)) {
+    if (!tiled() && b_.routed.in.are(call_.inputs.hidden)) {
       first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
       // The kernel before may have written the logits, the ids or the items.
       first.routed_early = false;
     } else {
-      InputArgs in = b_.routed.in.args(base_, call_.inputs.hidden, per_slot ? slots_ : tokens_);
-      in.order = gate_up.order(b_.routed.scheme);
+      InputArgs in = b_.routed.in.args(base_, call_.inputs.hidden, per_slot ? slots_ : tokens_,
+                                       gate_up.order(b_.routed.scheme));
+      if (per_slot || tiled()) of_slots(in);
       if (per_slot) {
-        of_slots(in);
         in.divisor = spec_.top_k;
         in.static_scales = weights_.input_scales;
+      } else if (tiled()) {
+        in.copies = spec_.top_k;
       }
       launched(launch_inputs(in, stream_), "round inputs");
     }
     launched(launch_gemm(gate_up, first, multiprocessors(), stream_), "multiply by gate and up");
     round_mid(b_.routed, slots_, per_slot, down);
-    GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down));
+    GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
     second.bias = weights_.down_bias;
     launched(launch_gemm(down, second, multiprocessors(), stream_), "multiply by down");
 
@@ -144,7 +147,10 @@ class LayerRun {
   int multiprocessors() const { return weights_.device().multiprocessors; }
 
   /// Whether thread blocks of the multiplies find the experts of slots themselves.
-  bool few() const { return slots_ <= kFewSlots && spec_.experts <= kFewExperts && choice_.whole; }
+  bool few() const {
+    return !tiled() && slots_ <= kFewSlots && spec_.experts <= kFewExperts && choice_.whole;
+  }
+  bool tiled() const { return choice_.kernels[0].tiled; }
   /// Of each slot, as given or as routed.
   const std::int32_t* ids() const {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_ids : b_.topk_ids.at(base_);
@@ -221,6 +227,7 @@ class LayerRun {
                          .most_items = b_.most_items,
                          .items = b_.items.at(base_),
                          .item_count = b_.item_count.at(base_),
+                         .expert_rows = b_.expert_rows.at(base_),
                          .tokens = kernel.tokens},
                         stream_);
   }
@@ -229,10 +236,13 @@ class LayerRun {
   void of_slots(InputArgs& args) const {
     args.ids = ids();
     args.experts = spec_.experts;
+    if (!tiled()) return;
+    args.positions = b_.slot_position.at(base_);
+    args.expert_rows = b_.expert_rows.at(base_);
   }
 
   /// A multiply of all rows by one expert, without biases.
-  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind) const {
+  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind, bool tiled) const {
     const bool down = kind == GemmKind::down;
     const std::int64_t n = down ? spec_.hidden : ffn.intermediate, k = down ? ffn.intermediate : spec_.hidden;
     const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme).weight, m.wide), n, k, down ? 1 : 2);
@@ -242,7 +252,7 @@ class LayerRun {
                   .steps = static_cast<std::int32_t>(shape.records),
                   .rows = static_cast<std::int32_t>(n),
                   .slots = tokens_,
-                  .inputs = (down ? ffn.mid : ffn.in).gemm(base_),
+                  .inputs = (down ? ffn.mid : ffn.in).gemm(base_, tiled),
                   .routing = {},
                   .routed_early = true,
                   .kind = kind,
@@ -257,6 +267,7 @@ class LayerRun {
     } else {
       args.out = ffn.mid.rows.at(base_);
       args.out_stride = ffn.mid.stride;
+      args.out_tile_rows = tiled ? ffn.mid.tile_rows : 0;
       args.out_dtype = a.value == formats::f16 ? DType::f16 : DType::bf16;
     }
     return args;
@@ -273,16 +284,20 @@ class LayerRun {
       args.items = b_.items.at(base_);
       args.item_count = b_.item_count.at(base_);
       args.sorted_slots = b_.sorted_slots.at(base_);
+      args.expert_rows = b_.expert_rows.at(base_);
     }
     return args;
   }
 
   void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static, const GemmKernel& down) {
     if (!ffn.mid.activation.quantized()) return;
-    InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count);
-    mid.order = down.order(ffn.scheme);
+    InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count,
+                                 down.order(ffn.scheme));
     mid.start_next_early = true;
-    if (&ffn == &b_.routed) of_slots(mid);
+    if (&ffn == &b_.routed) {
+      of_slots(mid);
+      mid.from_positions = tiled();
+    }
     if (with_static) mid.static_scales = weights_.mid_scales;
     launched(launch_inputs(mid, stream_), "round the intermediate");
   }
@@ -292,14 +307,15 @@ class LayerRun {
     const GemmChoice& choice = plan_.shared->at(tokens_);
     const GemmKernel gate_up = choice.kernel(weights_.shared_gate_up.wide),
                      down = choice.kernel(weights_.shared_down.wide);
-    InputArgs in = ffn.in.args(base_, call_.inputs.hidden, tokens_);
-    in.order = gate_up.order(ffn.scheme);
-    launched(launch_inputs(in, stream_), "round shared inputs");
-    launched(launch_gemm(gate_up, gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up), multiprocessors(),
-                         stream_),
+    launched(
+        launch_inputs(ffn.in.args(base_, call_.inputs.hidden, tokens_, gate_up.order(ffn.scheme)), stream_),
+        "round shared inputs");
+    launched(launch_gemm(gate_up, gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up.tiled),
+                         multiprocessors(), stream_),
              "multiply by the shared gate and up");
     round_mid(ffn, tokens_, false, down);
-    launched(launch_gemm(down, gemm(ffn, weights_.shared_down, GemmKind::down), multiprocessors(), stream_),
+    launched(launch_gemm(down, gemm(ffn, weights_.shared_down, GemmKind::down, down.tiled), multiprocessors(),
+                         stream_),
              "multiply by the shared down");
   }
 
@@ -309,6 +325,7 @@ class LayerRun {
                            .top_k = spec_.top_k,
                            .experts = spec_.experts,
                            .slots = b_.routed.out.at(base_),
+                           .positions = tiled() ? b_.slot_position.at(base_) : nullptr,
                            .ids = ids(),
                            .weights = slot_weights(),
                            .shared = spec_.shared.intermediate != 0 ? b_.shared.out.at(base_) : nullptr,
@@ -363,6 +380,7 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
   const auto work = [&](SchemeId id, std::int64_t width, int experts, int top_k) {
     return GemmWork{.scheme = id,
                     .input = input_kind(effective_activation(id, spec, options)),
+                    .bytes = byte_kind(effective_activation(id, spec, options)),
                     .experts = experts,
                     .top_k = top_k,
                     .multiplies = {{width, spec.hidden, 2}, {spec.hidden, width, 1}}};

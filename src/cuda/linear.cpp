@@ -34,14 +34,17 @@ std::string refuses(SchemeId id, const Operand& activation) {
 struct LinearBuffers {
   InputBuffers in;
   Buffer<Item> items;
-  Buffer<std::int32_t> item_count;
+  Buffer<std::int32_t> item_count, expert_rows;
   std::int32_t most_items = 0;
 
   LinearBuffers(const LinearShape& shape, const Operand& activation, int max_rows, WorkspaceLayout& layout)
-      : in("inputs", activation, static_cast<std::size_t>(max_rows), shape.k, layout),
+      : in("inputs", activation, static_cast<std::size_t>(max_rows),
+           tile_rows(static_cast<std::size_t>(max_rows), static_cast<std::size_t>(shape.matrices)), shape.k,
+           layout),
         most_items(std::min(shape.matrices, max_rows) + max_rows / kTileTokens) {
     items = {layout.add<Item>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
+    expert_rows = {layout.add<std::int32_t>("expert_rows", static_cast<std::size_t>(shape.matrices))};
   }
 };
 
@@ -146,6 +149,7 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
   const DeviceGuard guard(device);
   auto table = GemmTable::create({.scheme = shape.scheme,
                                   .input = input_kind(activation),
+                                  .bytes = byte_kind(activation),
                                   .experts = shape.matrices,
                                   .top_k = 1,
                                   .multiplies = {{shape.n, shape.k, 1}}},
@@ -215,7 +219,7 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
                 .rows = static_cast<std::int32_t>(shape.n),
                 .experts = shape.matrices,
                 .slots = rows,
-                .inputs = buffers.in.gemm(base),
+                .inputs = buffers.in.gemm(base, kernel.tiled),
                 .routing = {},
                 .routed_early = true,
                 .kind = GemmKind::down,
@@ -226,29 +230,31 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
   if (in.offsets != nullptr) {
     args.items = buffers.items.at(base);
     args.item_count = buffers.item_count.at(base);
+    args.expert_rows = buffers.expert_rows.at(base);
     const ItemArgs items{.experts = shape.matrices,
                          .expert_offsets = in.offsets,
                          .rows = rows,
                          .most_items = buffers.most_items,
                          .items = buffers.items.at(base),
                          .item_count = buffers.item_count.at(base),
+                         .expert_rows = buffers.expert_rows.at(base),
                          .tokens = kernel.tokens};
     if (Status status = cuda::check(launch_items(items, stream), "cut rows into items"); !status.ok())
       return status;
   }
-  if (!kernel.permuted && buffers.in.are(in.x)) {
+  if (!kernel.tiled && buffers.in.are(in.x)) {
     args.inputs.rows = static_cast<const std::uint16_t*>(in.x.data);
     args.routed_early = false;
   } else {
-    InputArgs inputs = buffers.in.args(base, in.x, rows);
-    inputs.order = kernel.order(shape.scheme);
-    // Which group a row is of matters only where groups have scales of their own.
+    InputArgs inputs = buffers.in.args(base, in.x, rows, kernel.order(shape.scheme));
+    // Which group a row is of matters only in tiles, and where groups have scales of their own.
     const bool per_tensor = buffers.in.activation.quantized() && buffers.in.activation.group.n == 0;
     inputs.experts = shape.matrices;
     inputs.static_scales = buffers.in.activation.may_be_static() && weights.static_scales.data() != nullptr
                                ? weights.static_scales.as<const TensorScale>()
                                : nullptr;
-    if (per_tensor || inputs.static_scales != nullptr) inputs.offsets = in.offsets;
+    if (per_tensor || inputs.static_scales != nullptr || kernel.tiled) inputs.offsets = in.offsets;
+    if (kernel.tiled && in.offsets != nullptr) inputs.expert_rows = buffers.expert_rows.at(base);
     if (Status status = cuda::check(launch_inputs(inputs, stream), "round rows"); !status.ok()) return status;
   }
   return cuda::check(launch_gemm(kernel, args, device.multiprocessors, stream), "multiply");

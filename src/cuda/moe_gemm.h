@@ -19,13 +19,28 @@ struct Item {
   std::int32_t first;
 };
 
-/// 16-bit rows: codes of quantized activations are held as the bf16 of their value, which is exact.
+/// Where number k of a row lies among tiles [k / 64][rows][64]: as wgmma reads them (wgmma.cuh), so that 64
+/// columns of neighbouring rows are one piece of memory. k: in the order of the multiply
+/// (PackedFormat::position).
+GATEFOLD_HD constexpr std::int64_t tile_position(std::int64_t rows, std::int64_t row, int k) {
+  return (k / 64 * rows + row) * 64 + (k % 64 / 8 ^ static_cast<int>(row % 8)) * 8 + k % 8;
+}
+/// The most rows of tiles that so many slots take: those of an expert begin at a multiple of 8.
+constexpr std::size_t tile_rows(std::size_t slots, std::size_t experts) {
+  return (slots + 7 * (experts < slots ? experts : slots) + 7) / 8 * 8;
+}
+
+/// 16-bit rows: codes of quantized activations are held as the bf16 of their value, which is exact. Or codes
+/// themselves, a byte each, in tiles [k / 128][rows][128] whose rows are swizzled alike.
 struct GemmInputs {
   const std::uint16_t* rows = nullptr;   ///< [.., stride], 16-byte aligned; columns that K lacks are 0
   std::int64_t stride = 0;               ///< of rows; a multiple of kRecordColumns
   const float* row_scales = nullptr;     ///< [rows], or nullptr
   const float* record_scales = nullptr;  ///< [rows, stride / kRecordColumns], or nullptr
   std::int32_t slots_of_row = 1;         ///< slot s reads row s / slots_of_row
+  /// Rows are in the order of experts (GemmArgs::expert_rows), in tiles of so many rows (tile_position);
+  /// row_scales belong to them, record_scales are [stride / kRecordColumns, tile_rows]. 0: not.
+  std::int32_t tile_rows = 0;
 };
 
 enum class GemmKind : std::uint8_t { gate_up, down };
@@ -60,6 +75,8 @@ struct GemmArgs {
   bool one_token = false;  ///< the slots are those of one
   const Item* items = nullptr;
   const std::int32_t *item_count = nullptr, *sorted_slots = nullptr;
+  /// [experts] Of tiles: the row of position p is p and this; nullptr: p itself.
+  const std::int32_t* expert_rows = nullptr;
   /// Whether these (logits as well) were written by a kernel before the previous one, so that weights may be
   /// read early.
   bool routed_early = false;
@@ -68,15 +85,29 @@ struct GemmArgs {
   const float *bias = nullptr, *up_bias = nullptr;  ///< [experts, rows], or nullptr
   void* out = nullptr;                              ///< [slots, out_stride]
   std::int64_t out_stride = 0;
+  std::int32_t out_tile_rows = 0;  ///< of 16-bit outputs of gate_up, which down reads: GemmInputs::tile_rows
   DType out_dtype = DType::f32;
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
 };
 
-/// What a multiply's inputs are.
-enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales };
+/// What a multiply's inputs are: 16-bit numbers, or codes that are multiplied as such.
+enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales, e4m3, e4m3_record_scales, int8 };
 
-/// The order of columns within 128: as they are, or that of PackedFormat::position.
-enum class ColumnOrder : std::uint8_t { plain, permuted, permuted_folded };
+constexpr bool are_bytes(InputKind kind) {
+  return kind >= InputKind::e4m3;
+}
+constexpr bool with_record_scales(InputKind kind) {
+  return kind == InputKind::bf16_record_scales || kind == InputKind::e4m3_record_scales;
+}
+/// int32 holds the sums of so many products of int8.
+inline constexpr int kMostInt8Columns = 1 << 16;
+
+/// Rows as they are, or tiles (GemmInputs::tile_rows): 16-bit numbers in the order of PackedFormat::position,
+/// or codes, a byte each, in the order of column_of_byte.
+struct InputOrder {
+  bool tiled = false, folded = false;
+  std::uint32_t bytes = 0;  ///< byte_order, of codes
+};
 
 inline constexpr int kTileTokens = 8;
 
@@ -87,21 +118,22 @@ struct GemmKernel {
   int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
   int step_bytes = 0;
   int tile_groups = 1;  ///< groups of units that a block multiplies together
-  /// Inputs, and what gate and up leave for down, have their columns in the order of PackedFormat::position.
-  bool permuted = false;
+  /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
+  bool tiled = false;
+  std::uint32_t byte_order = 0;  ///< InputOrder
 
   /// In which its inputs lie.
-  ColumnOrder order(SchemeId id) const {
-    return !permuted                                           ? ColumnOrder::plain
-           : packed_format(gatefold::scheme(id).weight).folded ? ColumnOrder::permuted_folded
-                                                               : ColumnOrder::permuted;
+  InputOrder order(SchemeId id) const {
+    return {tiled, packed_format(gatefold::scheme(id).weight).folded, byte_order};
   }
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
-inline constexpr int kFewTokensOfTile = 56;
+inline constexpr int kFewTokensOfTile = 64;
+/// The most of an item.
+inline constexpr int kManyTokensOfTile = 160;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 

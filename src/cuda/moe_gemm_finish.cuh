@@ -16,11 +16,20 @@ __device__ __noinline__ inline float activate_gelu(Activation::Kind kind, float 
                                                   : tanhf(0.79788456f * (g + 0.044715f * g * g * g))));
 }
 
+__device__ __forceinline__ float limited(const Activation& a, float gate) {
+  return fminf(gate, a.limit) + (gate - gate);
+}
+__device__ __forceinline__ float limited_up(const Activation& a, float up) {
+  return fmaxf(fminf(up, a.limit), -a.limit) + (up - up);
+}
+__device__ __forceinline__ float activate_swiglu(const Activation& a, float gate, float up) {
+  const float g = limited(a, gate);
+  return g * reciprocal(1.0f + expf(-a.alpha * g)) * (limited_up(a, up) + a.beta);
+}
 __device__ __forceinline__ float activate(const Activation& a, float gate, float up) {
-  const float g = fminf(gate, a.limit) + (gate - gate), u = fmaxf(fminf(up, a.limit), -a.limit) + (up - up);
   if (a.kind == Activation::Kind::geglu || a.kind == Activation::Kind::geglu_tanh)
-    return activate_gelu(a.kind, g) * u;
-  return g * reciprocal(1.0f + expf(-a.alpha * g)) * (u + a.beta);
+    return activate_gelu(a.kind, limited(a, gate)) * limited_up(a, up);
+  return activate_swiglu(a, gate, up);
 }
 
 __device__ __forceinline__ void store(const GemmArgs& args, int slot, int row, float value) {

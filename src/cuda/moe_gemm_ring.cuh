@@ -33,7 +33,7 @@ struct GemmTraits {
   static constexpr Format M = f16_inputs && P.value != formats::bf16 ? formats::f16 : formats::bf16;
   static constexpr bool split_inputs = f16_inputs && M == formats::bf16;
   static constexpr bool split_weights = P.value == formats::f16 && M == formats::bf16;
-  static constexpr bool record_scales = kInput == InputKind::bf16_record_scales;
+  static constexpr bool record_scales = with_record_scales(kInput);
   static constexpr bool scaled_groups = (P.scale.stored() && !P.folded) || record_scales;
 
   /// Of activations; rows of two tokens do not share banks.

@@ -3,45 +3,84 @@
 /// The kernel of moe_gemm.h for many tokens an expert: multiplies by warpgroups (wgmma.cuh). Weights are the
 /// A operand, decoded into registers; tokens are the B operand, read from shared memory.
 ///
-/// One warpgroup fills rings of stages (moe_wgmma_ring.cuh), three or four multiply, each warp the 16 rows of
-/// a unit: 32 columns are decoded while those before them are multiplied. Where scales belong to groups of
-/// columns, a group's sums are kept by themselves, and are scaled and added up when its multiplies are done.
+/// Two warps fill rings of stages (moe_wgmma_ring.cuh), two or four warpgroups multiply, each warp the 16
+/// rows of one or two units: a batch of columns of a unit is decoded while the one before it is multiplied.
+/// Where scales belong to groups of columns, sums are in units of the group's scale, and are brought to the
+/// next one's between two batches.
 
 #include "cuda/moe_gemm.cuh"
 #include "cuda/moe_wgmma_finish.cuh"
 
 namespace gatefold::cuda {
 
-/// Decoded weights of 32 columns of a unit: A of two multiplies.
+/// Decoded weights of a batch of columns of a unit: A of multiplies of 16 columns.
 template <class T>
 struct Fragments {
-  Pair a[2][4];
+  static constexpr int blocks = T::batch / 32;
+  Pair a[2 * blocks][4];
 
-  template <int kLines>
-  __device__ __forceinline__ void decode(const Codes<kLines>& codes, int at, const RecordScales<T::P>& scales,
-                                         int block) {
+  __device__ __forceinline__ void decode(const std::byte* record, const RecordScales<T::P>& scales, int batch,
+                                         int lane) {
     constexpr PackedFormat P = T::P;
-    constexpr int per_row = P.value.bits / 4;
+    constexpr int per_row = P.value.bits / 4;  // words of 8 codes
+    constexpr int words = blocks * 2 * per_row;
+    Codes<(words + 3) / 4> codes;
+    if constexpr (words >= 4)
+      codes.load(record + batch * words / 4 * kLineBytes, lane);
+    else
+      load_words<8>(record + batch / 2 * kLineBytes + lane * 16 + batch % 2 * 8, codes.words);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int i = 0; i < 2 * blocks; ++i) {
+      const int block = i / 2, r = i % 2;
       Pair row[4];
-      decode8<P, T::M>(codes.words + (2 * at + r) * per_row, scales.template term<T::M>(block, r), row);
+      decode8<P, T::M>(codes.words + i * per_row, scales.template term<T::M>(batch * blocks + block, r), row);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i / 2][2 * (i % 2) + r] = row[i];
+      for (int j = 0; j < 4; ++j) a[2 * block + j / 2][2 * (j % 2) + r] = row[j];
     }
   }
 };
 
-/// The sums of N tokens by the rows of a unit, and those of a group of columns that are not yet part of them.
+/// The sums of N tokens by the rows of a unit.
 template <class T, int N>
-struct TileSums {
-  float sums[N / 2], part[T::scaled_groups ? N / 2 : 1];
+struct UnitSums {
+  float sums[N / 2];
+  float part[T::record_scales ? N / 2 : 1];  ///< of a group of columns, not yet among the sums
+  float unit[T::scaled_groups ? 2 : 1];      ///< of both rows' sums: the scale of the last group
 
-  __device__ void clear() {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (float& sum : sums) sum = 0;
 #pragma unroll
     for (float& sum : part) sum = 0;
+#pragma unroll
+    for (float& scale : unit) scale = 1;
+  }
+  __device__ __forceinline__ float (&to())[N / 2] {
+    if constexpr (T::record_scales)
+      return part;
+    else
+      return sums;
+  }
+  /// Sums, whose multiplies are done, in units of a group's scales.
+  __device__ __forceinline__ void change_unit(const RecordScales<T::P>& scales, int group) {
+    take_sums(sums);
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float scale = scales.scale(group, r), next = fabsf(scale) < 0x1p-126f ? unit[r] : scale;
+      factors[r] = unit[r] * reciprocal(next);
+      unit[r] = next;
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums[i] *= factors[i / 2 % 2];
+    take_sums(sums);
+  }
+  /// All multiplies are done.
+  __device__ __forceinline__ void finish() {
+    take_sums(sums);
+    if constexpr (T::scaled_groups)
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums[i] *= unit[i / 2 % 2];
   }
   /// Adds the sums of a group, whose multiplies are done. x_scales: of this lane's columns of B.
   __device__ __forceinline__ void add_part(const RecordScales<T::P>& scales, int group,
@@ -50,57 +89,12 @@ struct TileSums {
     const float of_rows[2] = {scales.scale(group, 0), scales.scale(group, 1)};
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      float scale = of_rows[i / 2 % 2];
-      if constexpr (T::record_scales) scale *= x_scales[i / 4 * 8 + i % 2];
-      sums[i] = fmaf(part[i], scale, sums[i]);
+      sums[i] = fmaf(part[i], of_rows[i / 2 % 2] * x_scales[i / 4 * 8 + i % 2], sums[i]);
+      part[i] = 0;
     }
+    take_sums(part);
   }
 };
-
-/// 128 columns by N tokens: the record of this warp's unit, its scales if they lie apart, and a stage of
-/// activations. At the end all multiplies are done: the compiler would make those wait that are not, each for
-/// the one before.
-template <class T, int N>
-__device__ __forceinline__ void multiply_record(const std::byte* record, const std::byte* extra,
-                                                const std::byte* inputs, int half, TileSums<T, N>& to) {
-  constexpr PackedFormat P = T::P;
-  constexpr int per_row = P.value.bits / 4;         // words of 8 codes
-  constexpr int kLoad = P.value.bits == 4 ? 2 : 1;  // blocks whose codes are loaded at once
-  constexpr int kBlocks = kRecordColumns / 32, kLines = kLoad * per_row / 2;
-  const int lane = threadIdx.x % 32;
-  const std::uint32_t columns = swizzled_rows(__shfl_sync(~0u, shared_address(inputs), 0));
-  const float* x =
-      reinterpret_cast<const float*>(inputs + 2 * half) + lane % 4 * 2;  // scales, if there are any
-  const RecordScales<P> scales(extra, lane);
-  Codes<kLines> codes;
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    if (block % kLoad == 0) codes.load(record + block / kLoad * kLines * kLineBytes, lane);
-    Fragments<T> fragments;
-    fragments.decode(codes, block % kLoad, scales, block);
-    begin_multiplies();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int k = block * 32 + i * 16;
-      const std::uint32_t b = add_bytes(columns, k / 64 * half + k % 64 * 2);
-      if constexpr (!T::scaled_groups)
-        Wgmma<N, T::M>::template run<true>(to.sums, fragments.a[i], b);
-      else if (k % P.group == 0)
-        Wgmma<N, T::M>::template run<false>(to.part, fragments.a[i], b);
-      else
-        Wgmma<N, T::M>::template run<true>(to.part, fragments.a[i], b);
-    }
-    commit_multiplies();
-    const bool ends = T::scaled_groups && (block + 1) * 32 % P.group == 0;
-    if (ends || block + 1 == kBlocks)
-      wait_for_multiplies<0>();
-    else
-      wait_for_multiplies<1>();
-    if constexpr (T::scaled_groups)
-      if (ends) to.add_part(scales, block * 32 / P.group, x);
-  }
-  if constexpr (!T::scaled_groups) take_sums(to.sums);
-}
 
 /// The next stages of both rings.
 struct Places {
@@ -109,48 +103,100 @@ struct Places {
 
 /// A tile by its item's tokens, at most N. Its first stage of weights is there.
 template <class T, int N>
-__device__ __forceinline__ void multiply_tile(const GemmArgs& args, const Items& items, const Tile& tile,
-                                              WarpgroupRing<T>& ring, Places& at, std::byte* memory) {
-  const int warp = threadIdx.x / 32;
-  const Stages<T>& stages = ring.stages;
-  TileSums<T, N> sums;
-  sums.clear();
+__device__ __forceinline__ void multiply_tile(const GemmArgs& args, const Tile& tile, const Stages<T>& stages,
+                                              const RingBarriers<T>& barriers, Places& at,
+                                              std::byte* memory) {
+  constexpr PackedFormat P = T::P;
+  constexpr int kBatches = kRecordColumns / T::batch;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int unit = warp * T::units, group = unit / kGroupUnits;
+  UnitSums<T, N> to[T::units];
+#pragma unroll
+  for (auto& sums : to) sums.clear();
+  Fragments<T> fragments[2];
 #pragma unroll 1
   for (int step = 0; step < args.steps; ++step) {
     const int of_stage = step % T::steps;
-    if (of_stage == 0) wait_barrier(ring.weights_full + at.weights.index, at.weights.parity);
-    wait_barrier(ring.inputs_full + at.inputs.index, at.inputs.parity);
-    shared_memory_to_copies();  // multiplies read what was copied
+    const std::uint32_t weights_full = barriers.weights_full + at.weights.index * 8;
+    const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
+    if (of_stage == 0) wait_barrier(weights_full, at.weights.parity);
+    wait_barrier(inputs_full, at.inputs.parity);
     const std::byte* weights = memory + stages.weights_at + at.weights.index * T::weight_bytes;
-    const int group = warp / kGroupUnits, unit = warp % kGroupUnits;
     const std::byte* record =
-        weights + group * T::group_bytes + of_stage * T::step_bytes + unit * T::record_bytes;
-    const std::byte* extra = T::P.apart() ? weights + T::extras_at + group * T::group_extra_bytes +
-                                                of_stage * T::step_extra_bytes + unit * T::extra_stride
-                                          : record + T::P.value_bytes();
-    multiply_record<T, N>(record, extra, memory + at.inputs.index * stages.input_bytes, stages.half, sums);
-    release_stage(ring.inputs_empty + at.inputs.index);
+        weights + group * T::group_bytes + of_stage * T::step_bytes + unit % kGroupUnits * T::record_bytes;
+    const std::byte* extra = T::P.apart()
+                                 ? weights + T::extras_at + group * T::group_extra_bytes +
+                                       of_stage * T::step_extra_bytes + unit % kGroupUnits * T::extra_stride
+                                 : record + T::P.value_bytes();
+    const std::byte* inputs = memory + at.inputs.index * stages.input_bytes;
+    const std::uint32_t columns = swizzled_rows(__shfl_sync(~0u, shared_address(inputs), 0));
+    const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
+    const float* x = reinterpret_cast<const float*>(inputs + 2 * stages.half) + lane % 4 * 2;  // scales
+
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch)
+#pragma unroll
+      for (int u = 0; u < T::units; ++u) {
+        const RecordScales<P> scales(extra + u * T::extra_stride, lane);
+        Fragments<T>& a = fragments[(batch * T::units + u) % 2];
+        a.decode(record + u * T::record_bytes, scales, batch, lane);
+        if constexpr (T::scaled_groups)
+          if (batch * T::batch % P.group == 0) {
+            if constexpr (T::units == 1) wait_for_multiplies<0>();
+            to[u].change_unit(scales, batch * T::batch / P.group);
+          }
+        begin_multiplies();
+#pragma unroll
+        for (int i = 0; i < T::batch / 16; ++i) {
+          const int k = batch * T::batch + i * 16;
+          Wgmma<N, T::M>::run(to[u].to(), a.a[i], add_bytes(halves[k / 64], k % 64 * 2));
+        }
+        commit_multiplies();
+        if (T::record_scales && batch + 1 == kBatches) {
+          wait_for_multiplies<0>();
+          if constexpr (T::record_scales) to[u].add_part(scales, 0, x);
+        } else if (batch * T::units + u + 1 < kBatches * T::units) {
+          wait_for_multiplies<1>();  // of the fragments that come next
+        } else {
+          wait_for_multiplies<0>();
+        }
+      }
+    __syncwarp();
+    if (lane == 0) arrive(inputs_full + barriers.empty);
     at.inputs.advance(stages.inputs);
     if (of_stage + 1 < T::steps && step + 1 < args.steps) continue;
-    release_stage(ring.weights_empty + at.weights.index);
+    if (lane == 0) arrive(weights_full + barriers.empty);
     at.weights.advance(stages.weights);
   }
-  finish_tile<T, N>(args, items, tile, sums.sums,
-                    reinterpret_cast<float*>(memory + T::ring_bytes + warp * T::sums_bytes));
+#pragma unroll
+  for (auto& sums : to) sums.finish();
+  finish_tile<T, N>(args, tile, to, reinterpret_cast<float*>(memory + T::ring_bytes + warp * T::sums_bytes));
+}
+
+/// With as few tokens as will do: N, N + token_step ..
+template <class T, int N>
+__device__ __forceinline__ void multiply_tile_of(const GemmArgs& args, const Tile& tile,
+                                                 const Stages<T>& stages, const RingBarriers<T>& barriers,
+                                                 Places& at, std::byte* memory) {
+  if constexpr (N < T::tokens) {
+    if (tile.count > N) {
+      multiply_tile_of<T, N + T::token_step>(args, tile, stages, barriers, at, memory);
+      return;
+    }
+  }
+  multiply_tile<T, N>(args, tile, stages, barriers, at, memory);
 }
 
 template <class T>
-__device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const Items& items,
-                                               WarpgroupRing<T>& ring, std::byte* memory) {
+__device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const WarpgroupRing<T>& ring,
+                                               std::byte* memory) {
+  const RingBarriers<T> barriers(ring);
+  const Stages<T> stages = ring.stages;
   for (Places at;;) {
-    wait_barrier(ring.weights_full + at.weights.index, at.weights.parity);
+    wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
     const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);
     if (tile.count == 0) return;
-    constexpr int fewer = T::tokens == kFewTokensOfTile ? 32 : 64;
-    if (tile.count <= fewer)
-      multiply_tile<T, fewer>(args, items, tile, ring, at, memory);
-    else
-      multiply_tile<T, T::tokens>(args, items, tile, ring, at, memory);
+    multiply_tile_of<T, T::least_tokens>(args, tile, stages, barriers, at, memory);
   }
 }
 
@@ -160,24 +206,25 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
   __shared__ WarpgroupRing<T> ring;
   auto* memory = reinterpret_cast<std::byte*>(shared);
   memory += (1024 - shared_address(memory) % 1024) % 1024;
-  auto* tables = reinterpret_cast<FewTables*>(memory + T::ring_bytes + T::warps * T::sums_bytes);
 
   ring.init(args.tile_tokens);
-  if (!args.routed_early) wait_for_previous_kernel();
-  const Items items = find_items<T>(args, *tables, memory);
   __syncthreads();
-  wait_for_previous_kernel();
-  if (threadIdx.x >= T::warps * 32) {
+  const int warp = threadIdx.x / 32;
+  if (warp >= T::warps) {
     give_registers<T::fill_registers>();
-    if (threadIdx.x < T::threads - T::input_threads) {
-      copy_tile_weights<T>(args, items, ring, memory);
-    } else {
+    if (warp == T::warps) {
+      if (!args.routed_early) wait_for_previous_kernel();
+      copy_tile_weights<T>(args, ring, memory);
+    } else if (warp == T::warps + 1) {
+      wait_for_previous_kernel();
+      global_memory_to_copies();
       let_next_kernel_start();
-      copy_tile_inputs<T>(args, items, ring, memory);
+      if (threadIdx.x % 32 == 0) copy_tile_inputs<T>(args, ring, memory);
     }
   } else {
     take_registers<T::registers>();
-    multiply_tiles<T>(args, items, ring, memory);
+    wait_for_previous_kernel();
+    multiply_tiles<T>(args, ring, memory);
   }
 }
 

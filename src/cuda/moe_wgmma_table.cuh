@@ -17,14 +17,16 @@ GemmKernel warpgroup_kernel() {
             .tokens = T::tokens,
             .step_bytes = T::step_bytes,
             .tile_groups = T::groups,
-            .permuted = true};
+            .tiled = true};
   return {};
 }
 
 template <auto Which>
 GemmKernel find_warpgroup_among(SchemeId id, bool wide, InputKind input, int tokens) {
   return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
-    return tokens <= kFewTokensOfTile ? warpgroup_kernel<S, kWide, kInput, false>()
+    // Registers of four warpgroups do not hold sums beside those of a group of columns.
+    constexpr bool many = kInput == InputKind::bf16_record_scales;
+    return tokens <= kFewTokensOfTile ? warpgroup_kernel<S, kWide, kInput, many>()
                                       : warpgroup_kernel<S, kWide, kInput, true>();
   });
 }

@@ -90,6 +90,16 @@ GATEFOLD_HD float scale_value(Format format, std::uint32_t code) {
   return format.exponent_bits == 8 ? decode<formats::bf16>(code) : decode<formats::f16>(code);
 }
 
+/// Whether a group's scale counts as 0, and its codes with it: kernels divide by scales that belong to sums.
+GATEFOLD_HD bool has_no_scale(const PackedFormat& p, const PackSource& source, std::int64_t row,
+                              std::int64_t k) {
+  if (!p.scale.stored()) return false;
+  const std::uint32_t code = scale_code(source, row, k);
+  if (p.folded) return p.scale.kind == Kind::magnitude && (code & 0x7f) == 0;
+  const float scale = scale_value(source.scale_format, code);
+  return scale < 0x1p-126f && scale > -0x1p-126f;
+}
+
 /// Word `index` of a record's values: record bytes 4 * index and on. `value` is the format's: a constant,
 /// where speed matters.
 GATEFOLD_HD std::uint32_t value_word(const PackJob& job, Format value, std::int64_t unit, std::int64_t record,
@@ -102,7 +112,7 @@ GATEFOLD_HD std::uint32_t value_word(const PackJob& job, Format value, std::int6
       record * kRecordColumns + p.column(lane % 4, word / (2 * per_row)) + word % per_row * 32 / value.bits;
   const PackRow at = row_of(job, unit, r);
   if (!at.valid || k >= job.shape.k) return pack_word(value, 0);
-  if (p.folded && p.scale.kind == Kind::magnitude && (scale_code(at.source, at.row, k) & 0x7f) == 0) return 0;
+  if (has_no_scale(p, at.source, at.row, k)) return pack_word(value, 0);
   const std::int64_t byte = k * value.bits / 8;
   return pack_word(
       value, load_bytes(at.source.values + at.row * at.source.row_bytes + byte, at.source.row_bytes - byte));
@@ -128,7 +138,7 @@ GATEFOLD_HD void pack_group(const PackJob& job, std::int64_t unit, std::int64_t 
 GATEFOLD_HD std::uint32_t zero_of(const PackJob& job, std::int64_t unit, std::int64_t record, int r, int g) {
   const PackRow at = row_of(job, unit, r);
   const std::int64_t k = record * kRecordColumns + g * job.shape.format.group;
-  if (!at.valid || k >= job.shape.k) return 0;
+  if (!at.valid || k >= job.shape.k || has_no_scale(job.shape.format, at.source, at.row, k)) return 0;
   const std::int64_t col = k / at.source.group.k;
   const auto pair = static_cast<std::uint32_t>(
       at.source.zeros[at.row / at.source.group.n * at.source.zero_row_bytes + col / 2]);

@@ -16,7 +16,8 @@
 /// folded powers of two; NaN for rows that hold a NaN), where the format has such scales, and then its
 /// records, [pair of units][column of records][unit of the pair]: a warp multiplies both units by the
 /// activations that it has loaded. Two matrices that are multiplied by the same inputs, gate and up, share
-/// units: rows 0-7 of one, rows 8-15 of the other. Rows and columns that the matrices lack are 0.
+/// units: rows 0-7 of one, rows 8-15 of the other. Rows and columns that the matrices lack are 0, and so are
+/// groups whose scale is 0 or subnormal.
 ///
 /// Folded ue8m0 scales, s = 2^c, are relative to the largest of their row, 2^top: a byte max(0, 254 + c -
 /// top), the exponent of a bf16 factor, and the row's scale is 2^(top - bias), with the bias of the values'
@@ -172,6 +173,21 @@ constexpr int code_bit(Format value, int i, int b) {
   constexpr std::uint8_t at[4][4] = {{6, 7, 8, 15}, {0, 1, 2, 9}, {12, 13, 14, 5}, {10, 3, 4, 11}};
   const bool other_half = i / 2 == 2 && b == 3;
   return 16 * (i % 2 ^ (other_half ? 1 : 0)) + at[i / 2][b];
+}
+
+/// Which of 8 neighbouring columns is byte i of what a lane takes of them in a multiply of bytes, `m`: 0 to 3
+/// are k indices 4 q .. of a block's 32, and 4 to 7 indices 16 + 4 q ..
+constexpr int column_of_byte(Format value, Format m, int i) {
+  if (value.bits == 4 && m.is_float()) return i % 4 * 2 + i / 4;
+  if (value.bits == 4) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
+  const int in_word = i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
+  return i / 4 * 4 + (value.is_float() ? in_word ^ 2 : in_word);
+}
+/// The same of all 8, in nibbles, the first one lowest.
+constexpr std::uint32_t byte_order(Format value, Format m) {
+  std::uint32_t order = 0;
+  for (int i = 0; i < 8; ++i) order |= static_cast<std::uint32_t>(column_of_byte(value, m, i)) << (4 * i);
+  return order;
 }
 
 /// What is added to signed codes, so that they count from 0.

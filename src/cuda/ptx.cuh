@@ -59,8 +59,11 @@ __device__ __forceinline__ void init_barrier(std::uint64_t* barrier, std::uint32
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+__device__ __forceinline__ void arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void arrive(std::uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  arrive(shared_address(barrier));
 }
 /// Arrives, and expects so many bytes to be copied.
 __device__ __forceinline__ void expect_bytes(std::uint64_t* barrier, std::uint32_t bytes) {
@@ -69,7 +72,7 @@ __device__ __forceinline__ void expect_bytes(std::uint64_t* barrier, std::uint32
                : "memory");
 }
 /// Waits until the phase with this parity (0, 1, 0, ...) has ended.
-__device__ __forceinline__ void wait_barrier(std::uint64_t* barrier, std::uint32_t parity) {
+__device__ __forceinline__ void wait_barrier(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done = 0;
   for (WaitLimit limit; done == 0; limit.check())
     asm volatile(
@@ -79,8 +82,11 @@ __device__ __forceinline__ void wait_barrier(std::uint64_t* barrier, std::uint32
         "selp.u32 %0, 1, 0, done;\n"
         "}\n"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(barrier), "r"(parity)
         : "memory");
+}
+__device__ __forceinline__ void wait_barrier(std::uint64_t* barrier, std::uint32_t parity) {
+  wait_barrier(shared_address(barrier), parity);
 }
 /// Bytes, a multiple of 16, from global to shared memory, counted by a barrier. For one thread.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, std::uint32_t bytes,
@@ -127,6 +133,11 @@ __device__ __forceinline__ void sync_threads(int barrier) {
 /// What this thread did to shared memory comes before later copies in bulk.
 __device__ __forceinline__ void shared_memory_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// What this thread sees of global memory comes before its later copies in bulk.
+__device__ __forceinline__ void global_memory_to_copies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 /// Programmatic dependent launch: waits until the kernels before this one are done and their writes visible.

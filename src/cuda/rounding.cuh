@@ -103,6 +103,10 @@ __device__ __forceinline__ float2 round_pair(float low, float high) {
     return {round(low), round(high)};
   }
 }
+/// x as its code has it.
+__device__ __forceinline__ float over(float x, const GroupFactors& factors) {
+  return x / (factors.divisor > 0 ? factors.divisor : __int_as_float(0x7f800000));
+}
 
 __device__ __forceinline__ std::uint32_t to_bf16_pair(float low, float high) {
   std::uint32_t pair;
@@ -113,8 +117,7 @@ __device__ __forceinline__ std::uint32_t to_bf16_pair(float low, float high) {
 /// x as its operand has it: the value of its code, in 16 bits.
 template <class Activation>
 __device__ __noinline__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
-  const float scaled = x / (factors.divisor > 0 ? factors.divisor : __int_as_float(0x7f800000));
-  return encode<formats::bf16>(round_to<Activation::operand.value>(scaled) * factors.fold);
+  return encode<formats::bf16>(round_to<Activation::operand.value>(over(x, factors)) * factors.fold);
 }
 
 /// The same for numbers of one group, two in a word.
@@ -151,6 +154,38 @@ __device__ __forceinline__ void encode_inputs(const float (&x)[kCount], const Gr
 #pragma unroll
       for (int j = 0; j < kCount / 2; ++j)
         if (i == j) words[j] = word;
+    }
+  }
+}
+
+/// The codes of eight numbers of one group, e4m3 or int8, four in a word.
+template <class Activation>
+__device__ __forceinline__ void encode_codes(const float (&x)[8], const GroupFactors& factors,
+                                             std::uint32_t (&words)[2]) {
+  constexpr Format value = Activation::operand.value;
+  const AnyDivider divider(factors.divisor);
+  bool small = true;
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    float quotients[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      quotients[i] = divider.quotient(x[4 * w + i]);
+      small = small && fabsf(quotients[i]) < 0x1p60f;
+    }
+    words[w] = encode_word<value>(quotients);
+  }
+  if (small) return;
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    words[w] = 0;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      float number = 0;  // without indices that are not constant
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i == j) number = x[4 * w + j];
+      words[w] |= (encode<value>(over(number, factors)) & 0xff) << (8 * i);
     }
   }
 }

@@ -34,18 +34,23 @@ __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args
   let_next_kernel_start();
   const bool all_of_them = args.active_experts == nullptr;
   const int active = all_of_them ? args.experts : *args.active_count;
-  int count = 0;
+  int count = 0, rows = 0;
   for (int begin = 0; begin < active; begin += kItemThreads) {
     const int i = begin + threadIdx.x;
     const int expert = i >= active ? 0 : all_of_them ? i : args.active_experts[i];
     const int first = max(args.expert_offsets[expert], 0),
               last = max(min(args.expert_offsets[expert + 1], args.rows), first);
-    int all = 0, at = count + exclusive_sum<kItemThreads>(
-                                  i < active ? (last - first + args.tokens - 1) / args.tokens : 0, &all);
-    for (int token = first; i < active && token < last && at < args.most_items; token += args.tokens)
+    const int tokens = i < active ? last - first : 0, least = (tokens + args.tokens - 1) / args.tokens;
+    const int each = least == 0 ? 8 : ((tokens + least - 1) / least + 7) / 8 * 8;
+    int all_items = 0, all_rows = 0;
+    int at = count + exclusive_sum<kItemThreads>((tokens + each - 1) / each, &all_items);
+    const int row = rows + exclusive_sum<kItemThreads>((tokens + 7) / 8 * 8, &all_rows);
+    if (args.expert_rows != nullptr && i < active) args.expert_rows[expert] = row - first;
+    for (int token = 0; token < tokens && at < args.most_items; token += each)
       args.items[at++] = {static_cast<std::int16_t>(expert),
-                          static_cast<std::int16_t>(min(args.tokens, last - token)), token};
-    count += all;
+                          static_cast<std::int16_t>(min(each, tokens - token)), first + token};
+    count += all_items;
+    rows += all_rows;
   }
   if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
 }
@@ -112,7 +117,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
       for (int k = 0; k < ahead; ++k) {
         const std::int64_t slot =
             static_cast<std::int64_t>(token) * args.top_k + min(first + k, args.top_k - 1);
-        x[k] = load_slot(args.slots + slot * args.hidden + h, count);
+        const std::int64_t row = args.positions == nullptr ? slot : max(args.positions[slot], 0);
+        x[k] = load_slot(args.slots + row * args.hidden + h, count);
         weights[k] = args.weights[slot];
         there[k] = first + k < args.top_k &&
                    static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <random>
 
-#include "cuda/decode.h"
+#include "cuda/decode_bytes.h"
 #include "cuda/pack.h"
 #include "format/matrix.h"
 
@@ -231,6 +231,43 @@ TEST(Decode, EveryCode) {
       check_codes<packed_format(S::scheme.weight), formats::bf16>(S::scheme.name.data());
       check_codes<packed_format(S::scheme.weight), formats::f16>(S::scheme.name.data());
     }
+  });
+}
+
+/// Every code at every place, as a byte that is multiplied.
+template <PackedFormat P, Format M>
+void check_bytes(const char* name) {
+  constexpr std::uint32_t codes = 1u << P.value.bits;
+  for (std::uint32_t code = 0; code < codes; ++code)
+    for (int at = 0; at < 8; ++at) {
+      std::uint32_t own[8], canonical[2] = {}, words[2] = {}, bytes[2] = {};
+      for (int i = 0; i < 8; ++i) {
+        own[i] = (i == at ? code : code * 5 + 3) & (codes - 1);
+        canonical[i * P.value.bits / 32] |= own[i] << (i * P.value.bits % 32);
+      }
+      for (int w = 0; w < 2; ++w) words[w] = pack_word(P.value, canonical[w]);
+      decode8_bytes<P, M>(words, bytes);
+      std::uint32_t seen = 0;
+      for (int i = 0; i < 8; ++i) {
+        const auto column = byte_order(P.value, M) >> (4 * i) & 15;
+        seen |= 1u << column;
+        const float expected = decode<P.value>(own[column % 8]);
+        const float decoded =
+            std::ldexp(decode<M>(bytes[i / 4] >> (i % 4 * 8) & 0xff), byte_power(P.value, M));
+        if (std::isnan(expected))
+          ASSERT_TRUE(std::isnan(decoded)) << name << " code " << own[column % 8];
+        else
+          ASSERT_EQ(decoded, expected) << name << " code " << own[column % 8] << " at " << column;
+      }
+      ASSERT_EQ(seen, 0xffu) << name;
+    }
+}
+
+TEST(Decode, EveryCodeAsAByte) {
+  for_each_scheme([]<class S>() {
+    constexpr PackedFormat p = packed_format(S::scheme.weight);
+    if constexpr (fits_bytes(p.value, formats::e4m3)) check_bytes<p, formats::e4m3>(S::scheme.name.data());
+    if constexpr (fits_bytes(p.value, formats::int8)) check_bytes<p, formats::int8>(S::scheme.name.data());
   });
 }
 

@@ -1,0 +1,59 @@
+#include "cuda/moe_gemm_table.cuh"
+#include "cuda/moe_wgmma_bytes.cuh"
+
+namespace gatefold::cuda {
+namespace {
+
+/// Whether a scheme with these weights has activations whose codes are inputs of this kind.
+constexpr bool has_kind(SchemeId id, InputKind kind) {
+  for (std::size_t i = 0; i < all_schemes().size(); ++i)
+    if (first_with_weights_of(static_cast<SchemeId>(i)) == id &&
+        byte_kind(operands::table[i].activation) == kind)
+      return true;
+  return false;
+}
+
+template <class T>
+GemmKernel kernel_of() {
+  return {.function = reinterpret_cast<const void*>(&moe_wgmma<T>),
+          .threads = T::threads,
+          .shared_bytes = T::shared_bytes,
+          .tokens = T::tokens,
+          .step_bytes = T::step_bytes,
+          .tile_groups = T::groups,
+          .tiled = true,
+          .byte_order = byte_order(T::P.value, T::M)};
+}
+
+template <class S, bool kWide>
+GemmKernel kernel_for(InputKind input, int tokens) {
+  GemmKernel found;
+  const auto make = [&]<InputKind kInput>() {
+    if constexpr (has_kind(S::id, kInput) && ByteTraits<S, kWide, kInput, true>::possible)
+      if (input == kInput)
+        found = tokens <= kFewTokensOfTile ? kernel_of<ByteTraits<S, kWide, kInput, false>>()
+                                           : kernel_of<ByteTraits<S, kWide, kInput, true>>();
+  };
+  make.template operator()<InputKind::e4m3>();
+  make.template operator()<InputKind::e4m3_record_scales>();
+  make.template operator()<InputKind::int8>();
+  return found;
+}
+
+}  // namespace
+
+GemmKernel find_warpgroup_gemm_bytes(SchemeId scheme, bool wide, InputKind input, int tokens) {
+  GemmKernel found;
+  for_each_scheme([&]<class S>() {
+    if constexpr (can_pack(S::scheme.weight) && first_with_weights_of(S::id) == S::id) {
+      if (S::id != first_with_weights_of(scheme)) return;
+      if constexpr (may_be_wide(S::scheme.weight))
+        found = wide ? kernel_for<S, true>(input, tokens) : kernel_for<S, false>(input, tokens);
+      else
+        found = kernel_for<S, false>(input, tokens);
+    }
+  });
+  return found;
+}
+
+}  // namespace gatefold::cuda

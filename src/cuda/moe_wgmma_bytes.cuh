@@ -1,0 +1,211 @@
+#pragma once
+/// \file
+/// What warpgroups of moe_wgmma.cuh multiply in 8 bits: weights decoded to bytes, by activations' codes.
+///
+/// A record is four multiplies of 32 columns by a piece of the tokens. Sums of e4m3 products lose bits as
+/// they grow (wgmma_bytes.cuh): so those of a record are kept by themselves, and become part of the others in
+/// f32, times the scales of their columns. int8 products are exact, and have scales of columns only with
+/// int4.
+
+#include <type_traits>
+
+#include "cuda/moe_wgmma.cuh"
+#include "cuda/moe_wgmma_bytes_ring.cuh"
+#include "cuda/wgmma_bytes.cuh"
+
+namespace gatefold::cuda {
+
+/// The sums of so many pieces of an item's tokens by the rows of a unit, and those of a record by two pieces.
+template <class T, int kPieces>
+struct ByteSums {
+  static constexpr int each = T::piece / 2;
+  using Product = std::conditional_t<T::M == formats::int8, std::int32_t, float>;
+  std::conditional_t<T::parts, float, Product> sums[kPieces][each];
+  Product part[2][T::parts ? each : 1];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (auto& piece : sums)
+#pragma unroll
+      for (auto& sum : piece) sum = 0;
+  }
+
+  /// Begins to multiply 32 columns of a record, the first ones or others.
+  template <bool kFirst>
+  __device__ __forceinline__ void multiply(int piece, const std::uint32_t (&a)[4], std::uint32_t b) {
+    if constexpr (T::parts)
+      multiply_bytes<!kFirst>(part[piece % 2], a, b);
+    else
+      multiply_bytes<true>(sums[piece], a, b);
+  }
+
+  /// Adds the sums of a record, whose multiplies are done. x_scales: of this lane's columns of B.
+  __device__ __forceinline__ void add_part(int piece, const RecordScales<T::P>& scales,
+                                           const float* x_scales) {
+    if constexpr (!T::parts) {
+      take_sums(sums[piece]);
+    } else {
+      take_sums(part[piece % 2]);
+      constexpr float unit = T::M == formats::int8 ? 0x1p-4f : 1.0f;  // int4 is decoded to 16 times its value
+      const float of_rows[2] = {scales.scale(0, 0) * unit, scales.scale(0, 1) * unit};
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        float scale = of_rows[i / 2 % 2];
+        if constexpr (T::record_scales) scale *= x_scales[piece * T::piece + i / 4 * 8 + i % 2];
+        sums[piece][i] = fmaf(in_f32(part[piece % 2][i]), scale, sums[piece][i]);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float in_f32(float x) {
+    return x;
+  }
+  /// Sums of 128 products of int4 (times 16) and int8 are below 2^22: faster than a conversion.
+  static __device__ __forceinline__ float in_f32(std::int32_t x) {
+    return __int_as_float(x + 0x4b400000) - 0x1.8p23f;
+  }
+};
+
+/// A of the multiplies of a record, decoded from the codes that a lane has, a line of them at a time.
+template <class T>
+struct ByteFragments {
+  static constexpr int per_row = T::P.value.bits / 4;  ///< words of 8 codes
+  static constexpr int of_line = 2 / per_row;          ///< blocks of 32 columns
+  std::uint32_t a[kRecordColumns / 32][4];
+  Codes<1> codes;
+
+  /// `record`: from this lane's first byte on. The blocks of a line come one after the other.
+  __device__ __forceinline__ void decode(const std::byte* record, int block) {
+    if (block % of_line == 0) codes.load(record + block / of_line * kLineBytes, 0);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      std::uint32_t row[2];
+      decode8_bytes<T::P, T::M>(codes.words + (block % of_line * 2 + r) * per_row, row);
+      a[block][r] = row[0];
+      a[block][2 + r] = row[1];
+    }
+#pragma unroll
+    for (std::uint32_t& word : a[block])
+      asm volatile("" : "+r"(word));  // not decoded later, among multiplies
+  }
+};
+
+/// A tile of so many pieces of tokens. Its first stage of weights is there. Weights are decoded once for all
+/// pieces, those of the next step while the last piece is multiplied.
+template <class T, int kPieces>
+__device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, const WarpgroupRing<T>& ring,
+                                                       const RingBarriers<T>& barriers, Places& at,
+                                                       std::byte* memory) {
+  using S = Stages<T>;
+  constexpr int kBlocks = kRecordColumns / 32, kLast = kPieces - 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = warp / kGroupUnits, unit = warp % kGroupUnits;
+  const std::byte* const first_record =
+      memory + S::weights_at + group * T::group_bytes + unit * T::record_bytes + lane * 16;
+  const std::byte* record = first_record + at.weights.index * T::weight_bytes;
+  ByteSums<T, kPieces> to;
+  to.clear();
+  ByteFragments<T> fragments;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) fragments.decode(record, block);
+#pragma unroll 1
+  for (int step = 0, of_stage = 0;; ++step) {
+    const std::byte* extra = record - lane * 16 +
+                             (T::P.apart() ? T::extras_at + group * (T::group_extra_bytes - T::group_bytes) +
+                                                 unit * (T::extra_stride - T::record_bytes) +
+                                                 of_stage * (T::step_extra_bytes - T::step_bytes)
+                                           : T::P.value_bytes());
+    const RecordScales<T::P> scales(extra, lane);
+    const std::byte* inputs = memory + at.inputs.index * S::input_bytes;
+    const std::uint32_t columns = swizzled_rows(shared_address(inputs));
+    const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
+    const float* x_scales = reinterpret_cast<const float*>(inputs + S::scales_at) + lane % 4 * 2;
+    const bool last = step + 1 == args.steps;
+    if (!last) {
+      record += T::step_bytes;
+      if (++of_stage == T::steps) {
+        of_stage = 0;
+        __syncwarp();
+        if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
+        at.weights.advance(S::weights);
+        record = first_record + at.weights.index * T::weight_bytes;
+        wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
+      }
+    }
+    wait_barrier(inputs_full, at.inputs.parity);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      begin_multiplies();
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const std::uint32_t b = add_bytes(columns, piece * T::piece * kRecordColumns + block * 32);
+        if (block == 0)
+          to.template multiply<true>(piece, fragments.a[block], b);
+        else
+          to.template multiply<false>(piece, fragments.a[block], b);
+        if (piece == kLast) commit_multiplies();
+      }
+      if (piece < kLast) commit_multiplies();
+      if (piece == 0) continue;
+      if (piece == kLast)
+        wait_for_multiplies<kBlocks>();
+      else
+        wait_for_multiplies<1>();
+      to.add_part(piece - 1, scales, x_scales);
+    }
+    wait_for_multiplies<3>();
+    fragments.decode(record, 0);
+    wait_for_multiplies<2>();
+    fragments.decode(record, 1);
+    wait_for_multiplies<1>();
+    fragments.decode(record, 2);
+    wait_for_multiplies<0>();
+    to.add_part(kLast, scales, x_scales);
+    __syncwarp();
+    if (lane == 0) arrive(inputs_full + barriers.empty);
+    fragments.decode(record, 3);
+    at.inputs.advance(S::inputs);
+    if (last) break;
+  }
+  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
+  __syncwarp();
+  if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
+  at.weights.advance(S::weights);
+  constexpr int N = kPieces * T::piece;
+  struct {
+    float sums[N / 2];
+  } done[1];
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) done[0].sums[i] = static_cast<float>(to.sums[i / to.each][i % to.each]);
+  finish_tile<T, N>(args, tile, done,
+                    reinterpret_cast<float*>(memory + T::ring_bytes + warp * T::sums_bytes));
+}
+
+/// With as few pieces as will do.
+template <class T, int kPieces>
+__device__ __forceinline__ void multiply_tile_of_pieces(const GemmArgs& args, const WarpgroupRing<T>& ring,
+                                                        const RingBarriers<T>& barriers, int count,
+                                                        Places& at, std::byte* memory) {
+  if constexpr (kPieces < T::pieces) {
+    if (count > kPieces * T::piece) {
+      multiply_tile_of_pieces<T, kPieces + 1>(args, ring, barriers, count, at, memory);
+      return;
+    }
+  }
+  multiply_tile_of_bytes<T, kPieces>(args, ring, barriers, at, memory);
+}
+
+template <class T>
+requires(T::bytes) __device__ __forceinline__
+    void multiply_tiles(const GemmArgs& args, const WarpgroupRing<T>& ring, std::byte* memory) {
+  const RingBarriers<T> barriers(ring);
+  for (Places at;;) {
+    wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
+    const int count = read_by_lane_0(ring.tiles[at.weights.index]).count;
+    if (count == 0) return;
+    multiply_tile_of_pieces<T, 1>(args, ring, barriers, count, at, memory);
+  }
+}
+
+}  // namespace gatefold::cuda

@@ -1,0 +1,92 @@
+#pragma once
+/// \file
+/// What a kernel of moe_wgmma.cuh is made for that multiplies bytes (moe_wgmma_bytes.cuh), and how
+/// activations come to shared memory: codes, 128 of a row in 128 bytes.
+
+#include "cuda/decode_bytes.h"
+#include "cuda/inputs.h"
+#include "cuda/moe_wgmma_ring.cuh"
+
+namespace gatefold::cuda {
+
+/// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for three warpgroups, not
+/// four.
+template <class SchemeTag, bool kWide, InputKind kInput, bool kMany>
+struct ByteTraits {
+  using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
+  static constexpr PackedFormat P = Plain::P;
+  static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
+  static constexpr bool bytes = true, record_scales = Plain::record_scales;
+  /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
+  static constexpr bool parts = M == formats::e4m3 || Plain::scaled_groups;
+  /// Operands that it can take.
+  static constexpr bool possible = fits_bytes(P.value, M) && P.group == kRecordColumns && !P.zeros;
+  static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
+  static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
+
+  /// Tokens of one multiply, and how many of these pieces an item has at most.
+  static constexpr int piece = 32, pieces = kMany ? 5 : 2, tokens = piece * pieces;
+  static constexpr int units = 1, warps = kMany ? 12 : 16;  ///< units of a warp; warps that multiply
+  static constexpr int threads = (warps + 4) * 32;
+  static constexpr int groups = warps / kGroupUnits;  ///< of a tile
+  /// Of the threads that multiply, and of those that fill the rings.
+  static constexpr int registers = kMany ? 152 : 104, fill_registers = kMany ? 56 : 64;
+
+  /// Of a stage of weights: copies of less than 4 KB are slow.
+  static constexpr int steps = step_bytes < 4096 ? 2 : 1;
+  static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
+  static constexpr int extras_at = groups * group_bytes,
+                       weight_bytes = groups * (group_bytes + group_extra_bytes);
+  /// Of a warp that stores sums: 16 tokens, without bank conflicts.
+  static constexpr int sums_stride = kUnitRows + 4, sums_bytes = 16 * sums_stride * 4;
+  static constexpr int rest_bytes = warps * sums_bytes;
+  static constexpr int ring_bytes = (230400 - rest_bytes) / 1024 * 1024;
+  static constexpr int shared_bytes = ring_bytes + rest_bytes + 1024;
+  static constexpr int most_stages = 8;  ///< of a ring
+};
+
+/// Known in advance, and about as many steps of both rings.
+template <class T>
+requires(T::bytes) struct Stages<T> {
+  static constexpr int scales_at = T::tokens * kRecordColumns;
+  static constexpr int input_bytes = scales_at + (T::record_scales ? 1024 : 0);
+  static constexpr int most = T::ring_bytes / (input_bytes + T::weight_bytes / T::steps);
+  static constexpr int inputs = most < T::most_stages ? most : T::most_stages;
+  static constexpr int weights_at = inputs * input_bytes;
+  static constexpr int rest = (T::ring_bytes - weights_at) / T::weight_bytes;
+  static constexpr int weights = rest < T::most_stages ? rest : T::most_stages;
+  static_assert(weights >= 2 && inputs >= 2);
+
+  Stages() = default;
+  __device__ explicit Stages(int) {}
+};
+
+/// Copies activations, a stage as soon as it has been read; by one thread.
+template <class T>
+requires(T::bytes) __device__
+    void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
+  using S = Stages<T>;
+  const GemmInputs& in = args.inputs;
+  const int items = count_items(args);
+  StagePlace place;
+  bool all_filled = false;  // once
+  for (int next = static_cast<int>(blockIdx.x);; next += static_cast<int>(gridDim.x)) {
+    const Tile tile = tile_at<T>(args, items, next);
+    if (tile.count == 0) return;
+    const int rows = (tile.count + 7) / 8 * 8;
+    std::int64_t row = tile.row;
+    for (int step = 0; step < args.steps; ++step, row += in.tile_rows) {
+      if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
+      std::byte* to = memory + place.index * S::input_bytes;
+      std::uint64_t* full = ring.inputs_full + place.index;
+      expect_bytes(full, rows * (kRecordColumns + (T::record_scales ? 4 : 0)));
+      copy_bulk(to, reinterpret_cast<const std::byte*>(in.rows) + row * kRecordColumns, rows * kRecordColumns,
+                full);
+      if constexpr (T::record_scales) copy_bulk(to + S::scales_at, in.record_scales + row, rows * 4, full);
+      place.advance(S::inputs);
+      all_filled |= place.index == 0;
+    }
+  }
+}
+
+}  // namespace gatefold::cuda
