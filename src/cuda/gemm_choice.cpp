@@ -59,7 +59,7 @@ int multiplied_tokens(const CudaTuning& tuning, int kernel_tokens, double count)
   if (tuning.body == CudaTuning::Body::warps)
     return count <= kernel_tokens / 2 ? std::max(kTileTokens, kernel_tokens / 2) : kernel_tokens;
   if (kernel_tokens == kFewTokensOfTile) return count <= 32 ? 32 : 64;
-  return std::max(64, static_cast<int>(std::ceil(count / 16)) * 16);
+  return std::max(64, static_cast<int>(std::ceil(count / 32)) * 32);
 }
 
 /// Clocks of one multiply.

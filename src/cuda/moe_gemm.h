@@ -119,7 +119,7 @@ GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
 inline constexpr int kFewTokensOfTile = 64;
-/// The most of an item, in steps of 16.
+/// The most of an item.
 inline constexpr int kManyTokensOfTile = 160;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);

@@ -21,11 +21,6 @@ struct Fragments {
 
   __device__ __forceinline__ void decode(const std::byte* record, const RecordScales<T::P>& scales, int batch,
                                          int lane) {
-#ifdef NODECODE
-    for (auto& q : a)
-      for (auto& v : q) v = 0x3c003c00u + lane;
-    return;
-#endif
     constexpr PackedFormat P = T::P;
     constexpr int per_row = P.value.bits / 4;  // words of 8 codes
     constexpr int words = blocks * 2 * per_row;
@@ -222,6 +217,7 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
       copy_tile_weights<T>(args, ring, memory);
     } else if (warp == T::warps + 1) {
       wait_for_previous_kernel();
+      global_memory_to_copies();
       let_next_kernel_start();
       if (threadIdx.x % 32 == 0) copy_tile_inputs<T>(args, ring, memory);
     }

@@ -31,7 +31,7 @@ struct WarpgroupTraits {
   static constexpr int tokens = !kMany || record_scales ? kFewTokensOfTile
                                 : P.value.bits == 16    ? 128
                                                         : kManyTokensOfTile;
-  static constexpr int least_tokens = kMany ? 64 : 32, token_step = kMany ? 16 : 32;
+  static constexpr int least_tokens = kMany ? 64 : 32, token_step = 32;
   static constexpr int units = kMany ? 2 : 1;  ///< of a warp
   static constexpr int warps = 16 / units;     ///< that multiply
   static constexpr int threads = (warps + 4) * 32;
@@ -164,9 +164,9 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
   for (int next = static_cast<int>(blockIdx.x);; next += static_cast<int>(gridDim.x)) {
     const Tile tile = tile_at<T>(args, items, next);
     const int groups = min(T::groups, args.groups - tile.first_group);
-    [[maybe_unused]] const std::byte* from =
-        args.weights + tile.expert * args.expert_stride + begin + (extra ? extras_at : std::int64_t{0}) +
-        static_cast<std::int64_t>(tile.first_group + group) * args.steps * each;
+    const std::byte* from = args.weights + tile.expert * args.expert_stride + begin +
+                            (extra ? extras_at : std::int64_t{0}) +
+                            static_cast<std::int64_t>(tile.first_group + group) * args.steps * each;
     for (int step = 0; step < args.steps; step += T::steps) {
       if (all_filled) wait_barrier(ring.weights_empty + place.index, place.parity ^ 1);
       std::uint64_t* full = ring.weights_full + place.index;
@@ -177,28 +177,9 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
       }
       __syncwarp();
       if (tile.count == 0) return;
-#ifdef CONTIG
-      from = args.weights + tile.expert * args.expert_stride + begin + (extra ? extras_at : std::int64_t{0}) +
-             (static_cast<std::int64_t>(tile.first_group) * args.steps + step * (T::groups - 1) +
-              group * T::steps) *
-                 each;
-#endif
-#ifdef NOEXTRA
-      if (lane == 0 && T::P.apart())
-        asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(full)),
-                     "r"(groups * steps * T::step_extra_bytes));
-      if (lane < T::groups)
-#endif
-#ifdef NOWEIGHTS
-        if (lane == 0)
-          asm volatile(
-              "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(full)),
-              "r"(groups * steps * (T::step_bytes + T::step_extra_bytes)));
-      if (lane < 0)
-#endif
-        if (group < groups && lane < (T::P.apart() ? 2 : 1) * T::groups)
-          copy_bulk(to + place.index * T::weight_bytes, from + static_cast<std::int64_t>(step) * each,
-                    steps * each, full);
+      if (group < groups && lane < (T::P.apart() ? 2 : 1) * T::groups)
+        copy_bulk(to + place.index * T::weight_bytes, from + static_cast<std::int64_t>(step) * each,
+                  steps * each, full);
       place.advance(stages.weights);
       all_filled |= place.index == 0;
     }
@@ -224,13 +205,8 @@ __device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, s
       std::byte* to = memory + place.index * stages.input_bytes;
       std::uint64_t* full = ring.inputs_full + place.index;
       expect_bytes(full, rows * (2 * 128 + (T::record_scales ? 4 : 0)));
-#ifdef NOINPUTS
-      asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(full)),
-                   "r"(rows * 256));
-#else
       copy_bulk(to, from, rows * 128, full);
       copy_bulk(to + stages.half, from + half, rows * 128, full);
-#endif
       if constexpr (T::record_scales)
         copy_bulk(to + 2 * stages.half, in.record_scales + step * in.tile_rows + tile.row, rows * 4, full);
       place.advance(stages.inputs);

@@ -135,6 +135,11 @@ __device__ __forceinline__ void shared_memory_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/// What this thread sees of global memory comes before its later copies in bulk.
+__device__ __forceinline__ void global_memory_to_copies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 /// Programmatic dependent launch: waits until the kernels before this one are done and their writes visible.
 /// Every thread block must, before it ends.
 __device__ __forceinline__ void wait_for_previous_kernel() {
