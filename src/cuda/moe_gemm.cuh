@@ -197,7 +197,7 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const std::
 /// Multiplies what comes; by the other warps.
 template <class T>
 __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Items& items, RingState<T>& ring,
-                                                std::byte* memory, int warp, int barrier) {
+                                                std::byte* memory, int warp) {
   const int lane = threadIdx.x % 32;
   Sums<T> sums = {};
   Round round;
@@ -236,13 +236,13 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
     step = 0;
     if (T::tiles > 1) round = ring.round_of(place);  // not kept in registers
     if (round.slices == 1) ring.release(place);
-    finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage), barrier);
+    finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
     if (round.slices > 1) ring.release(place);
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::threads* T::teams, 1) moe_gemm(const __grid_constant__ GemmArgs args) {
+__global__ void __launch_bounds__(T::bounds, 1) moe_gemm(const __grid_constant__ GemmArgs args) {
   // Copies in bulk take up to 1.4 times as long where source and destination differ modulo 128 bytes.
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ RingState<T> rings[T::teams];
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(T::threads* T::teams, 1) moe_gemm(const __grid
     let_next_kernel_start();
     copy_inputs<T>(args, items, ring, memory);
   } else {
-    multiply_stages<T>(args, items, ring, memory, warp, 1 + team);
+    multiply_stages<T>(args, items, ring, memory, warp);
   }
 }
 

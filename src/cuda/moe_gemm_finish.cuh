@@ -99,20 +99,19 @@ __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& i
 /// the memory of the last stage; each adds up and finishes some of the tiles, in the order of slices.
 template <class T>
 __device__ __forceinline__ void finish_round(const GemmArgs& args, const Items& items, const Round& round,
-                                             int warp, int lane, Sums<T>& sums, float4* partials,
-                                             int barrier) {
+                                             int warp, int lane, Sums<T>& sums, float4* partials) {
   const int tiles = (round.count + kTileTokens - 1) / kTileTokens;
   const int row = round.row(warp), slice = round.slice(warp);
   const int first_unit = (round.group + row) * kGroupUnits;
   constexpr int parts = kGroupUnits * T::shared_tiles;
   if (round.slices > 1) {
-    sync_threads<T::warps * 32>(barrier);  // all have read the stage
+    sync_threads<T::warps * 32>(1 + threadIdx.x / T::threads);  // all have read the stage
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       const auto& s = sums[i % kGroupUnits][i / kGroupUnits];
       if (i / kGroupUnits < tiles) partials[(warp * parts + i) * 32 + lane] = {s[0], s[1], s[2], s[3]};
     }
-    sync_threads<T::warps * 32>(barrier);
+    sync_threads<T::warps * 32>(1 + threadIdx.x / T::threads);
   }
 #pragma unroll 1
   for (int i = slice; row < round.groups && i < kGroupUnits * tiles; i += round.slices) {

@@ -51,6 +51,8 @@ struct GemmTraits {
   static constexpr bool many_scales = !P.folded && ((P.group <= 64 && (P.zeros || P.scale.bits == 32)) ||
                                                     (P.group <= 32 && P.value.bits == 8));
   static constexpr int teams = step_bytes < 8192 && tiles < (many_scales ? 2 : 4) ? 2 : 1;
+  /// A scheduler has a quarter of the registers, and of the warps, rounded up.
+  static constexpr int bounds = (teams * threads + 127) / 128 * 128;
   static constexpr int shared_tiles = tiles < 2 ? tiles : 2;  ///< of warps that share a group
   static constexpr int weight_bytes = warps * step_bytes;     ///< of a stage
   static constexpr int extras_at = weight_bytes, inputs_at = extras_at + warps * step_extra_bytes;

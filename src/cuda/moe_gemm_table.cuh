@@ -66,9 +66,9 @@ GemmKernel make_among(SchemeId id, bool wide, InputKind input, const Make& make)
 template <auto Which>
 GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
   return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
-    // Registers do not hold four tiles beside the scales and zero points of groups of 32.
+    // Registers do not hold four tiles beside zero points or f32 scales of groups of 32.
     constexpr PackedFormat P = packed_format(S::scheme.weight, kWide);
-    constexpr int most = P.zeros && P.group == 32 ? 2 : 4;
+    constexpr int most = P.group == 32 && (P.zeros || P.scale.bits == 32) ? 2 : 4;
     return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
            : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
                                        : gemm_kernel<S, kWide, kInput, most>();
