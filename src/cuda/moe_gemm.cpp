@@ -15,7 +15,7 @@ namespace {
 template <Find*... kAll>
 GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) {
   GemmKernel found;
-  ((found = kAll(scheme, wide, input, tokens), found.function != nullptr) || ...);
+  static_cast<void>(((found = kAll(scheme, wide, input, tokens), found.function != nullptr) || ...));
   return found;
 }
 
