@@ -462,7 +462,7 @@ TEST_F(GpuMoe, IdsOutOfRange) {
       spec.hidden = spec.intermediate = 128;
       Layer layer(spec, 5, with_static && scheme(id).quantizes_activations());
       const Hidden x = narrow<formats::bf16>(layer.numbers(6 * 128, 1.0f));
-      const PlanOptions options{.max_tokens = 6, .debug_workspace = true};
+      const PlanOptions options{.max_tokens = 6};
       Routed bad = route_by(Pattern::uniform, spec, 6), none = bad;
       for (std::size_t slot = 0; slot < bad.ids.size(); slot += 2) {
         bad.ids[slot] = slot % 4 == 0 ? -1 : 1000000;
