@@ -1,6 +1,8 @@
-// Seconds that GPTQ of one MoE layer takes, whole: routing, Hessians, all experts, and the layer's output.
-//   gptq_benchmark [--backend cpu|cuda] [--scheme int4_g128] [--tokens 65536] [--experts 128] [--hidden 2048]
-//                  [--intermediate 768] [--top-k 8] [--threads 0] [--runs 1] [--directory DIR]
+// Seconds that GPTQ (or AWQ, SmoothQuant) of one MoE layer takes, whole: routing, Hessians, all experts, and
+// the layer's output.
+//   gptq_benchmark [--backend cpu|cuda] [--scheme int4_g128] [--method gptq] [--tokens 65536] [--experts 128]
+//                  [--hidden 2048] [--intermediate 768] [--top-k 8] [--threads 0] [--runs 1] [--directory
+//                  DIR]
 // The layer is random, of the shape of Qwen3-30B-A3B's unless told otherwise, and is written to DIR
 // (a temporary one) as a checkpoint of bf16 first, about 1.2 GB.
 
@@ -26,7 +28,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct Options {
-  std::string backend = "cpu", scheme = "int4_g128";
+  std::string backend = "cpu", scheme = "int4_g128", method = "gptq";
   fs::path directory = fs::temp_directory_path() / "gptq_benchmark";
   std::int64_t tokens = 65536, experts = 128, hidden = 2048, intermediate = 768, top_k = 8;
   int threads = 0, runs = 1;
@@ -98,6 +100,9 @@ int run(const Options& o) {
   if (!checkpoint) return fail(checkpoint.status().message());
   LayerOptions options;
   options.scheme = *id;
+  const auto method = find_method(o.method);
+  if (!method) return fail(fmt::format("no method {}", o.method));
+  options.method = *method;
   options.device = o.backend == "cuda" ? Device::cuda() : Device::cpu();
   options.threads = o.threads == 0 ? omp_get_max_threads() : o.threads;
   const std::vector<float> normed = hidden_states(o);
@@ -113,8 +118,8 @@ int run(const Options& o) {
       return true;
     });
     if (!layer) return fail(layer.status().message());
-    fmt::print("{} {}, {} experts of {} x {}, {} tokens, {} threads: {:.2f} s\n", o.backend, o.scheme,
-               o.experts, o.hidden, o.intermediate, o.tokens, options.threads, seconds());
+    fmt::print("{} {} {}, {} experts of {} x {}, {} tokens, {} threads: {:.2f} s\n", o.backend, o.scheme,
+               o.method, o.experts, o.hidden, o.intermediate, o.tokens, options.threads, seconds());
   }
   return 0;
 }
@@ -127,6 +132,7 @@ int main(int argc, char** argv) {
   CLI::App app("GPTQ of one MoE layer");
   app.add_option("--backend", options.backend)->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--scheme", options.scheme);
+  app.add_option("--method", options.method);
   app.add_option("--directory", options.directory);
   app.add_option("--tokens", options.tokens);
   app.add_option("--experts", options.experts);

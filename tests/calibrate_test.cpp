@@ -242,8 +242,6 @@ TEST_F(CalibrateTest, Errors) {
   EXPECT_NE(error("a", {.scheme = SchemeId::bf16}).find("bf16 is not quantized"), std::string::npos);
   EXPECT_NE(error("a", {.scheme = SchemeId::mxfp4, .method = Method::smoothquant}).find("mxfp4"),
             std::string::npos);
-  EXPECT_NE(error("a", {.method = Method::awq, .device = Device::cuda()}).find("awq runs on the CPU"),
-            std::string::npos);
   EXPECT_NE(error("a", {}, 100).find("100 tokens"), std::string::npos);
   auto tokens = text("calibration.txt", 1024);
   tokens[17] = 256;

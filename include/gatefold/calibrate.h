@@ -39,7 +39,7 @@ struct CalibrateOptions {
   std::optional<Recipe> recipe = {};
   Method method = Method::gptq;
   ActivationScale activation_scale = ActivationScale::mse;
-  /// Where experts are quantized; routing, attention and shared experts are on the CPU. cuda: gptq only.
+  /// Where experts are quantized; routing, attention and shared experts are on the CPU.
   Device device = Device::cpu();
   int window = 512;  ///< tokens that attend to each other
   /// gptq and smoothquant: this and 3 * inputs / tokens (at most 1) of the mean of the Hessian's diagonal,

@@ -110,6 +110,11 @@ Result<std::unique_ptr<LayerQuantizer>> cuda_layer_quantizer(const LayerInputs&,
   return cuda::device_info().status();
 }
 
+Result<std::vector<float>> cuda_search_smoothing(SchemeId, bool, bool, const Sample&,
+                                                 std::span<const std::vector<float>>, int) {
+  return cuda::device_info().status();
+}
+
 std::span<const KernelInfo> cuda_kernels() {
   static const std::vector<KernelInfo> list = [] {
     std::vector<KernelInfo> kernels;

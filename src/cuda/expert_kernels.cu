@@ -64,6 +64,50 @@ struct Scale {
   }
 };
 
+struct ScaleColumns {
+  const float* factors;
+  bool divide;
+  std::int64_t k;
+  const float* x;
+  float* out;
+  __device__ void operator()(std::int64_t i, std::int64_t row) const {
+    const float factor = factors[i - row * k];
+    out[i] = divide ? x[i] / factor : x[i] * factor;
+  }
+};
+
+struct ColumnMagnitude {
+  const float* x;
+  std::int64_t rows, k;
+  bool maxima;
+  float* out;
+  __device__ void operator()(std::int64_t column, std::int64_t) const {
+    double sum = 0, most = 0;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const double magnitude = fabsf(x[row * k + column]);
+      sum += magnitude;
+      most = fmax(most, magnitude);
+    }
+    out[column] = static_cast<float>(maxima ? most : sum / static_cast<double>(rows));
+  }
+};
+
+/// A warp a row.
+__global__ void row_loss(const float* y, const float* wanted, std::int64_t k, double* out) {
+  const std::int64_t row = blockIdx.x;
+  double error = 0, whole = 0;
+  for (std::int64_t i = row * k + threadIdx.x; i < (row + 1) * k; i += 32) {
+    const double want = wanted[i], difference = y[i] - want;
+    error += difference * difference;
+    whole += want * want;
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    error += __shfl_xor_sync(0xffffffffu, error, step);
+    whole += __shfl_xor_sync(0xffffffffu, whole, step);
+  }
+  if (threadIdx.x == 0) out[row] = error / (whole + 1e-20);
+}
+
 struct Activate {
   const float* gate_up;
   std::int64_t k;
@@ -135,6 +179,21 @@ void add_rows(const float* x, const std::int32_t* tokens, std::int64_t rows, std
 void scale_rows(const float* factors, bool root, std::int64_t rows, std::int64_t k, float* x,
                 cudaStream_t stream) {
   for_each_number(rows, k, stream, Scale{factors, root, x});
+}
+
+void scale_columns(const float* factors, bool divide, std::int64_t rows, std::int64_t k, const float* x,
+                   float* out, cudaStream_t stream) {
+  for_each_number(rows, k, stream, ScaleColumns{factors, divide, k, x, out});
+}
+
+void column_magnitudes(const float* x, std::int64_t rows, std::int64_t k, bool maxima, float* out,
+                       cudaStream_t stream) {
+  for_each_number(1, k, stream, ColumnMagnitude{x, rows, k, maxima, out});
+}
+
+void row_losses(const float* y, const float* wanted, std::int64_t rows, std::int64_t k, double* out,
+                cudaStream_t stream) {
+  if (rows > 0) row_loss<<<static_cast<unsigned>(rows), 32, 0, stream>>>(y, wanted, k, out);
 }
 
 void activate(const float* gate_up, std::int64_t rows, std::int64_t k, float* y, cudaStream_t stream) {

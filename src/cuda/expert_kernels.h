@@ -22,6 +22,16 @@ void add_rows(const float* x, const std::int32_t* tokens, std::int64_t rows, std
 void scale_rows(const float* factors, bool root, std::int64_t rows, std::int64_t k, float* x,
                 cudaStream_t stream);
 
+/// out[i][j] = x[i][j] * factors[j], or over it; may be in place
+void scale_columns(const float* factors, bool divide, std::int64_t rows, std::int64_t k, const float* x,
+                   float* out, cudaStream_t stream);
+/// out[j]: the mean or the largest of |x[i][j]|
+void column_magnitudes(const float* x, std::int64_t rows, std::int64_t k, bool maxima, float* out,
+                       cudaStream_t stream);
+/// out[i]: the sum of (y[i][j] - wanted[i][j])^2 over that of wanted[i][j]^2
+void row_losses(const float* y, const float* wanted, std::int64_t rows, std::int64_t k, double* out,
+                cudaStream_t stream);
+
 /// y [rows, k] = silu(gate) * up; [gate, up] are rows of 2 k
 void activate(const float* gate_up, std::int64_t rows, std::int64_t k, float* y, cudaStream_t stream);
 

@@ -36,7 +36,8 @@ Status Buffer::reserve(std::size_t bytes, int device) {
   return {};
 }
 
-Status Gptq::reserve(const MatrixStack& stack) {
+/// Memory, and the scale that two-level schemes have above those of groups.
+Status Gptq::start(MatrixStack& stack, const float* weights) {
   const auto rows = static_cast<std::size_t>(stack.rows()), k = static_cast<std::size_t>(stack.k),
              groups = static_cast<std::size_t>(stack.groups), number = sizeof(float);
   const auto scales = static_cast<std::size_t>(stack.count * stack.bands) * groups * number;
@@ -56,21 +57,29 @@ Status Gptq::reserve(const MatrixStack& stack) {
         {&flags_, 2 * number},
         {&codes_, rows * (k + 1)}})
     if (Status status = buffer->reserve(bytes, device_); !status.ok()) return status;
+  stack.scales = scales_.as<float>();
+  stack.zeros = zeros_.as<float>();
+
+  const Operand& operand = scheme(scheme_).weight;
+  if (!operand.tensor_scale.stored()) return {};
+  float amax = 0;
+  if (Status status = fill(flags_.as<void>(), 0, sizeof(float), stream_); !status.ok()) return status;
+  kernels().largest(weights, static_cast<std::int64_t>(stack.rows()) * stack.k, flags_.as<std::uint32_t>());
+  if (Status status = copy(&amax, flags_.as<float>(), sizeof(float), stream_); !status.ok()) return status;
+  if (Status status = synchronize(stream_); !status.ok()) return status;
+  const float divisor = 1.0f / tensor_scale(operand, amax);
+  stack.tensor_scale = {std::isfinite(divisor) ? divisor : 1.0f, true};
   return {};
 }
 
-/// Columns in the order of falling diag(H); and what is to be known of all weights.
-Status Gptq::set_order(const MatrixStack& stack, const float* weights, const float* hessian) {
+/// Columns in the order of falling diag(H).
+Status Gptq::set_order(const MatrixStack& stack, const float* hessian) {
   const auto k = static_cast<std::size_t>(stack.k);
   std::vector<float> diagonal(k);
-  float amax = 0;
   kernels().diagonal(hessian, stack.k, importance_.as<float>());
-  if (Status status = fill(flags_.as<void>(), 0, sizeof(float), stream_); !status.ok()) return status;
-  kernels().largest(weights, static_cast<std::int64_t>(stack.rows()) * stack.k, flags_.as<std::uint32_t>());
   if (Status status = copy(diagonal.data(), importance_.as<float>(), k * sizeof(float), stream_);
       !status.ok())
     return status;
-  if (Status status = copy(&amax, flags_.as<float>(), sizeof(float), stream_); !status.ok()) return status;
   if (Status status = synchronize(stream_); !status.ok()) return status;
 
   mean_ = std::accumulate(diagonal.begin(), diagonal.end(), 0.0) / static_cast<double>(k);
@@ -78,10 +87,6 @@ Status Gptq::set_order(const MatrixStack& stack, const float* weights, const flo
   std::vector<int> order(k);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return diagonal[a] > diagonal[b]; });
-  if (const Operand& operand = scheme(scheme_).weight; operand.tensor_scale.stored()) {
-    const float divisor = 1.0f / gatefold::tensor_scale(operand, amax);
-    tensor_scale_ = {std::isfinite(divisor) ? divisor : 1.0f, true};
-  }
   return copy(order_.as<int>(), order.data(), k * sizeof(int), stream_);
 }
 
@@ -186,12 +191,18 @@ void Gptq::refine(Blas& blas, const MatrixStack& stack, const float* weights, co
   }
 }
 
-Status Gptq::download(const MatrixStack& stack, float* values, QuantizedMatrix* out) {
+QuantizedLayout Gptq::encode(const MatrixStack& stack, float* values) {
   const Operand& operand = scheme(scheme_).weight;
   const QuantizedLayout layout = quantized_layout(operand, operand.scale, stack.n, stack.k);
+  kernels().encode(stack, static_cast<int>(layout.row_bytes), values, codes_.as<std::byte>());
+  return layout;
+}
+
+Status Gptq::download(const MatrixStack& stack, float* values, QuantizedMatrix* out) {
+  const QuantizedLayout layout = encode(stack, values);
+  if (Status status = check_launch("calibrate"); !status.ok()) return status;
   const auto count = static_cast<std::size_t>(stack.bands) * static_cast<std::size_t>(stack.groups);
   std::vector<float> scales(count * static_cast<std::size_t>(stack.count)), zeros(scales.size());
-  kernels().encode(stack, static_cast<int>(layout.row_bytes), values, codes_.as<std::byte>());
   for (int i = 0; i < stack.count; ++i) {
     out[i] = make_matrix(scheme_, stack.n, stack.k);
     out[i].tensor_scale = stack.tensor_scale;
@@ -219,18 +230,36 @@ Status Gptq::run(Blas& blas, int count, std::int64_t n, std::int64_t k, const fl
                  const GptqOptions& options, float* values, QuantizedMatrix* out) {
   if (Status status = check_shape(scheme_, n, k); !status.ok()) return status;
   MatrixStack stack = make_stack(scheme_, count, n, k);
-  if (Status status = reserve(stack); !status.ok()) return status;
-  if (Status status = set_order(stack, weights, hessian); !status.ok()) return status;
+  if (Status status = start(stack, weights); !status.ok()) return status;
+  if (Status status = set_order(stack, hessian); !status.ok()) return status;
   if (Status status = invert(blas, stack.k, hessian, options.damping); !status.ok()) return status;
-  stack.scales = scales_.as<float>();
-  stack.zeros = zeros_.as<float>();
-  stack.tensor_scale = tensor_scale_;
-  kernels().search_scales(stack, weights, importance_.as<float>(), ranges_.as<float2>(), tried_.as<float>());
+  kernels().search_scales(stack, weights, importance_.as<float>(), search_steps, ranges_.as<float2>(),
+                          tried_.as<float>());
   round(blas, stack, weights, values);
   if (options.refinements > 0) refine(blas, stack, weights, hessian, options.refinements, values);
   if (!blas.status().ok()) return blas.status();
-  if (Status status = check_launch("calibrate"); !status.ok()) return status;
   return download(stack, values, out);
+}
+
+Status Gptq::nearest(int count, std::int64_t n, std::int64_t k, const float* weights, const float* hessian,
+                     float* values, QuantizedMatrix* out) {
+  if (Status status = check_shape(scheme_, n, k); !status.ok()) return status;
+  MatrixStack stack = make_stack(scheme_, count, n, k);
+  if (Status status = start(stack, weights); !status.ok()) return status;
+  if (hessian != nullptr)
+    kernels().diagonal(hessian, stack.k, importance_.as<float>());
+  else if (Status status =
+               fill(importance_.as<void>(), 0, static_cast<std::size_t>(k) * sizeof(float), stream_);
+           !status.ok())
+    return status;
+  kernels().search_scales(stack, weights, importance_.as<float>(), hessian != nullptr ? search_steps : 1,
+                          ranges_.as<float2>(), tried_.as<float>());
+  const auto bytes = static_cast<std::size_t>(stack.rows()) * static_cast<std::size_t>(k) * sizeof(float);
+  if (values != weights)
+    if (Status status = copy(values, weights, bytes, stream_); !status.ok()) return status;
+  if (out != nullptr) return download(stack, values, out);
+  encode(stack, values);
+  return check_launch("round weights");
 }
 
 }  // namespace gatefold::cuda

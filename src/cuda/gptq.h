@@ -34,22 +34,27 @@ class Gptq {
   Status run(Blas& blas, int count, std::int64_t n, std::int64_t k, const float* weights, float* hessian,
              const GptqOptions& options, float* values, QuantizedMatrix* out);
 
+  /// Rounds to nearest instead. Scales are searched for the least error of inputs with this Hessian, which
+  /// is only read; without one they are those of the plain rule. Without `out` the work is only launched.
+  Status nearest(int count, std::int64_t n, std::int64_t k, const float* weights, const float* hessian,
+                 float* values, QuantizedMatrix* out);
+
  private:
-  Status reserve(const MatrixStack& stack);
-  Status set_order(const MatrixStack& stack, const float* weights, const float* hessian);
+  Status start(MatrixStack& stack, const float* weights);
+  Status set_order(const MatrixStack& stack, const float* hessian);
   Status invert(Blas& blas, int k, float* hessian, double damping);
   void factor(Blas& blas, int k, int begin, int size);
   void round(Blas& blas, const MatrixStack& stack, const float* weights, float* values);
   void refine(Blas& blas, const MatrixStack& stack, const float* weights, const float* hessian, int turns,
               float* values);
+  QuantizedLayout encode(const MatrixStack& stack, float* values);
   Status download(const MatrixStack& stack, float* values, QuantizedMatrix* out);
   GptqKernels kernels() const { return {native(stream_), scheme_}; }
 
   SchemeId scheme_;
   int device_;
   Stream stream_;
-  double mean_ = 0;  ///< of the Hessian's diagonal
-  TensorScale tensor_scale_;
+  double mean_ = 0;                      ///< of the Hessian's diagonal
   Buffer squares_[3];                    ///< [k, k]: flipped Hessian, then the factor; L; its inverse
   Buffer columns_, gradient_, changes_;  ///< [rows, k]; the last also for a block or a group
   Buffer ranges_, tried_;                ///< of the search of scales

@@ -115,7 +115,7 @@ __device__ __forceinline__ GroupScale candidate(const MatrixStack& stack, float2
 
 /// The error of each group of each row under each scale that is tried: a warp for a row's group.
 template <class Weight>
-__global__ void row_errors(const MatrixStack stack, const float* weights, const float* importance,
+__global__ void row_errors(const MatrixStack stack, const float* weights, const float* importance, int steps,
                            const float2* ranges, float* errors) {
   constexpr Format kValue = Weight::operand.value;
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.y;
@@ -124,7 +124,7 @@ __global__ void row_errors(const MatrixStack stack, const float* weights, const 
   const std::int64_t row = item / stack.groups;
   const int first = static_cast<int>(item % stack.groups) * stack.group_k;
   const float2 range = ranges[item];
-  for (int step = 0; step < search_steps; ++step) {
+  for (int step = 0; step < steps; ++step) {
     const GroupScale tried = candidate<Weight>(stack, range, step);
     const float scale = real_scale<Weight>(stack, tried.scale);
     double sum = 0;
@@ -140,7 +140,7 @@ __global__ void row_errors(const MatrixStack stack, const float* weights, const 
 
 /// The best of the scales that were tried, the first of several. A warp for each band's group.
 template <class Weight>
-__global__ void choose_scales(const MatrixStack stack, const float2* ranges, const float* errors) {
+__global__ void choose_scales(const MatrixStack stack, int steps, const float2* ranges, const float* errors) {
   const int index = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.y);
   if (index >= stack.count * stack.bands * stack.groups) return;
   const BandGroup band(stack, index);
@@ -148,7 +148,7 @@ __global__ void choose_scales(const MatrixStack stack, const float2* ranges, con
   const std::int64_t first = static_cast<std::int64_t>(band.row) * stack.groups + band.group;
   double least = 0;
   int best = -1;
-  for (int step = 0; step < search_steps; ++step) {
+  for (int step = 0; step < steps; ++step) {
     double sum = 0;
     for (int row = static_cast<int>(threadIdx.x); row < band.rows; row += 32)
       sum += errors[step * items + first + static_cast<std::int64_t>(row) * stack.groups];
@@ -434,15 +434,15 @@ void GptqKernels::largest(const float* x, std::int64_t count, std::uint32_t* bit
 }
 
 void GptqKernels::search_scales(const MatrixStack& stack, const float* weights, const float* importance,
-                                float2* ranges, float* errors) const {
+                                int steps, float2* ranges, float* errors) const {
   const unsigned of_rows = blocks_for(static_cast<std::int64_t>(stack.rows()) * stack.groups, kWarps);
   const unsigned of_bands =
       blocks_for(static_cast<std::int64_t>(stack.count) * stack.bands * stack.groups, kWarps);
   row_ranges<<<of_rows, kWarpRows, 0, stream>>>(stack, weights, ranges);
   if (stack.band_rows > 1) band_ranges<<<of_bands, kWarpRows, 0, stream>>>(stack, ranges);
   with_weight(scheme, [&]<class Weight>() {
-    row_errors<Weight><<<of_rows, kWarpRows, 0, stream>>>(stack, weights, importance, ranges, errors);
-    choose_scales<Weight><<<of_bands, kWarpRows, 0, stream>>>(stack, ranges, errors);
+    row_errors<Weight><<<of_rows, kWarpRows, 0, stream>>>(stack, weights, importance, steps, ranges, errors);
+    choose_scales<Weight><<<of_bands, kWarpRows, 0, stream>>>(stack, steps, ranges, errors);
   });
 }
 

@@ -53,9 +53,10 @@ struct GptqKernels {
   /// U = the inverse factor, flipped back; importance[order[i]] = 1 / U[i][i]^2.
   void unflip(const float* inverse, const int* order, int k, float* factor, float* importance) const;
 
-  /// Fills the stack's scales. `ranges` [rows, groups] and `errors` [search_steps, rows, groups] are for it.
-  void search_scales(const MatrixStack& stack, const float* weights, const float* importance, float2* ranges,
-                     float* errors) const;
+  /// Fills the stack's scales: the best of the first `steps` that searches try, of which the first is the
+  /// plain rule's. `ranges` [rows, groups] and `errors` [steps, rows, groups] are for it.
+  void search_scales(const MatrixStack& stack, const float* weights, const float* importance, int steps,
+                     float2* ranges, float* errors) const;
 
   /// out[row][i] = x[row][order[i]]
   void permute_columns(const float* x, const int* order, int rows, int k, float* out) const;

@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/activation_rounder.h"
 #include "cuda/expert_kernels.h"
 #include "cuda/gptq.h"
+#include "cuda/smoothing.h"
 
 namespace gatefold::cuda {
 namespace {
@@ -17,7 +19,7 @@ constexpr std::int64_t kChunk = 4096;  // tokens multiplied at once
 struct Shared {
   LayerInputs inputs;
   int device = 0;
-  Memory normed, residual;
+  Memory normed, residual, fold;
   cudaEvent_t last_added = nullptr;
 };
 
@@ -28,7 +30,9 @@ class Worker {
         stream_(stream),
         added_(added),
         blas_(std::move(blas)),
-        gptq_(shared.inputs.scheme, shared.device, stream) {}
+        gptq_(shared.inputs.scheme, shared.device, stream),
+        rounder_(shared.inputs.scheme, shared.device, stream),
+        smoothing_(shared.inputs.scheme, shared.device, stream) {}
   ~Worker() {
     cudaStreamSynchronize(stream_);
     cudaEventDestroy(added_);
@@ -51,8 +55,10 @@ class Worker {
   Status add_up(std::int64_t k, const Load& load);
   Status load_inputs(std::int64_t begin, std::int64_t count);
   Status load_inner(std::int64_t begin, std::int64_t count);
-  Status round(std::int64_t rows, std::int64_t k);
-  Status run_inner();
+  Status smooth(const Samples& samples);
+  Status run_inner(const float* gate_up);
+  Status quantize_matrices(int count, std::int64_t n, std::int64_t k, const float* weights,
+                           const GptqOptions& options, float* values, QuantizedMatrix* out);
   std::int64_t count_from(std::int64_t begin) const { return std::min(kChunk, samples_ - begin); }
   Status reserve(Buffer& buffer, std::int64_t numbers) {
     return buffer.reserve(static_cast<std::size_t>(numbers) * sizeof(float), shared_.device);
@@ -66,13 +72,16 @@ class Worker {
   cudaEvent_t added_;
   Blas blas_;
   Gptq gptq_;
+  ActivationRounder rounder_;
+  Smoothing smoothing_;
   std::int64_t samples_ = 0;
-  Buffer tokens_, weights_, importance_;  // [samples]
-  Buffer staged_, plain_, plain_down_;    // one matrix as it was uploaded; gate and up; down
-  Buffer gate_up_, down_;                 // as quantized
-  Buffer hessian_, rows_, products_;      // rows_, products_: of a chunk
-  Buffer inner_;                          // [samples, I]
-  Buffer codes_, code_scales_, code_tokens_, code_workspace_;
+  std::optional<TensorScale> down_scale_;  // static, of down's inputs
+  Buffer tokens_, weights_, importance_;   // [samples]
+  Buffer staged_, plain_, plain_down_;     // one matrix as it was uploaded; gate and up; down
+  Buffer gate_up_, down_;                  // as quantized
+  Buffer hessian_, rows_, products_;       // rows_, products_: of a chunk
+  Buffer inner_;                           // [samples, I]
+  Buffer factors_;                         // [I]
 };
 
 Result<std::unique_ptr<Worker>> Worker::create(Shared& shared) {
@@ -122,34 +131,11 @@ Status Worker::start(const PlainExpert& expert, const Samples& samples, float* g
   return upload(expert.down, down);
 }
 
-/// The first `rows` of rows_ as the scheme rounds activations.
-Status Worker::round(std::int64_t rows, std::int64_t k) {
-  const SchemeId id = shared_.inputs.scheme;
-  if (!scheme(id).quantizes_activations()) return {};
-  const auto layout = activation_layout(id, rows, k);
-  if (!layout) return layout.status();
-  for (const auto& [buffer, bytes] : {std::pair{&codes_, layout->value_bytes},
-                                      {&code_scales_, layout->scale_bytes},
-                                      {&code_tokens_, layout->token_scale_bytes},
-                                      {&code_workspace_, layout->workspace_bytes}})
-    if (Status status = buffer->reserve(bytes, shared_.device); !status.ok()) return status;
-  const QuantizeInputs inputs{.x = {rows_.as<void>(), DType::f32, rows, k}, .rows = rows};
-  const QuantizeOutputs outputs{.values = codes_.as<void>(),
-                                .scales = code_scales_.as<void>(),
-                                .token_scales = code_tokens_.as<float>()};
-  if (Status status = quantize_activations(
-          id, inputs, outputs, {code_workspace_.as<std::byte>(), layout->workspace_bytes}, stream_);
-      !status.ok())
-    return status;
-  decode_activations(id, outputs, *layout, rows, k, rows_.as<float>(), stream_);
-  return {};
-}
-
 /// Inputs of gate and up, to rows_.
 Status Worker::load_inputs(std::int64_t begin, std::int64_t count) {
   gather_rows(shared_.normed.as<float>(), tokens_.as<std::int32_t>() + begin, count, shared_.inputs.hidden,
               rows_.as<float>(), stream_);
-  return round(count, shared_.inputs.hidden);
+  return rounder_.round(shared_.inputs.input_scale, count, shared_.inputs.hidden, rows_.as<float>());
 }
 
 /// Inputs of down.
@@ -159,7 +145,7 @@ Status Worker::load_inner(std::int64_t begin, std::int64_t count) {
                            static_cast<std::size_t>(count * inner) * sizeof(float), stream_);
       !status.ok())
     return status;
-  return round(count, inner);
+  return rounder_.round(down_scale_, count, inner, rows_.as<float>());
 }
 
 /// hessian_ [k, k] = sum of importance * x x^T
@@ -178,47 +164,102 @@ Status Worker::add_up(std::int64_t k, const Load& load) {
   return {};
 }
 
-/// inner_ = silu(gate x) * (up x)
-Status Worker::run_inner() {
+/// inner_ = silu(gate x) * (up x), of the tokens that tokens_ begins with
+Status Worker::run_inner(const float* gate_up) {
   const std::int64_t hidden = shared_.inputs.hidden, inner = shared_.inputs.inner;
   for (std::int64_t begin = 0; begin < samples_; begin += kChunk) {
     const std::int64_t count = count_from(begin);
     if (Status status = load_inputs(begin, count); !status.ok()) return status;
-    blas_.multiply(count, 2 * inner, hidden, 1, {rows_.as<float>(), hidden},
-                   {gate_up_.as<float>(), hidden, true}, 0, products_.as<float>(), 2 * inner);
+    blas_.multiply(count, 2 * inner, hidden, 1, {rows_.as<float>(), hidden}, {gate_up, hidden, true}, 0,
+                   products_.as<float>(), 2 * inner);
     activate(products_.as<float>(), count, inner, inner_.as<float>() + begin * inner, stream_);
   }
   return finish_launches("run an expert");
 }
 
+/// What down reads is scaled in the rows of up.
+Status Worker::smooth(const Samples& samples) {
+  const std::int64_t hidden = shared_.inputs.hidden, inner = shared_.inputs.inner, all = samples_;
+  std::vector<std::int32_t> few(static_cast<std::size_t>(std::min(sample_rows, all)));
+  for (std::size_t i = 0; i < few.size(); ++i)
+    few[i] = samples.tokens[i * static_cast<std::size_t>(all) / few.size()];
+  if (Status status = copy(tokens_.as<void>(), few.data(), few.size() * sizeof(std::int32_t), stream_);
+      !status.ok())
+    return status;
+  samples_ = static_cast<std::int64_t>(few.size());
+  float *up = plain_.as<float>() + inner * hidden, *down = plain_down_.as<float>();
+  if (Status status = run_inner(plain_.as<float>()); !status.ok()) return status;
+  const auto s = smoothing_.search(blas_, gptq_, shared_.inputs.method == Method::smoothquant, false,
+                                   inner_.as<float>(), samples_, down, 1, hidden, inner);
+  if (!s) return s.status();
+  const std::size_t bytes = s->size() * sizeof(float);
+  if (Status status = copy(factors_.as<void>(), s->data(), bytes, stream_); !status.ok()) return status;
+  scale_columns(factors_.as<float>(), false, hidden, inner, down, down, stream_);
+  std::vector<float> reciprocals(*s);
+  for (float& factor : reciprocals) factor = 1 / factor;
+  if (Status status = copy(factors_.as<void>(), reciprocals.data(), bytes, stream_); !status.ok())
+    return status;
+  scale_rows(factors_.as<float>(), false, inner, hidden, up, stream_);
+  samples_ = all;
+  return copy(tokens_.as<void>(), samples.tokens.data(), samples.tokens.size() * sizeof(std::int32_t),
+              stream_);
+}
+
+/// For inputs with hessian_.
+Status Worker::quantize_matrices(int count, std::int64_t n, std::int64_t k, const float* weights,
+                                 const GptqOptions& options, float* values, QuantizedMatrix* out) {
+  return shared_.inputs.method == Method::awq
+             ? gptq_.nearest(count, n, k, weights, hessian_.as<float>(), values, out)
+             : gptq_.run(blas_, count, n, k, weights, hessian_.as<float>(), options, values, out);
+}
+
 Status Worker::quantize(const PlainExpert& expert, const Samples& samples,
                         const LayerQuantizer::Options& options, QuantizedExpert& out) {
-  const std::int64_t hidden = shared_.inputs.hidden, inner = shared_.inputs.inner;
+  const LayerInputs& inputs = shared_.inputs;
+  const std::int64_t hidden = inputs.hidden, inner = inputs.inner;
   for (const auto& [buffer, numbers] : {std::pair{&plain_, 2 * inner * hidden},
                                         {&gate_up_, 2 * inner * hidden},
                                         {&plain_down_, inner * hidden},
-                                        {&down_, inner * hidden}})
+                                        {&down_, inner * hidden},
+                                        {&factors_, inner}})
     if (Status status = reserve(*buffer, numbers); !status.ok()) return status;
   if (Status status = start(expert, samples, plain_.as<float>(), plain_down_.as<float>()); !status.ok())
     return status;
+  if (!inputs.fold.empty())
+    scale_columns(shared_.fold.as<float>(), false, 2 * inner, hidden, plain_.as<float>(), plain_.as<float>(),
+                  stream_);
+  if (inputs.method != Method::gptq)
+    if (Status status = smooth(samples); !status.ok()) return status;
 
   if (Status status = add_up(hidden, [&](auto begin, auto count) { return load_inputs(begin, count); });
       !status.ok())
     return status;
   QuantizedMatrix both[2];
-  if (Status status = gptq_.run(blas_, 2, inner, hidden, plain_.as<float>(), hessian_.as<float>(),
-                                options.gate_up, gate_up_.as<float>(), both);
+  if (Status status = quantize_matrices(2, inner, hidden, plain_.as<float>(), options.gate_up,
+                                        gate_up_.as<float>(), both);
       !status.ok())
     return status;
+  both[0].input_scale = both[1].input_scale = inputs.input_scale;
   out.gate = std::move(both[0]);
   out.up = std::move(both[1]);
 
-  if (Status status = run_inner(); !status.ok()) return status;
+  if (Status status = run_inner(gate_up_.as<float>()); !status.ok()) return status;
+  down_scale_.reset();
+  if (inputs.input_scale) {
+    std::vector<float> y(static_cast<std::size_t>(samples_ * inner));
+    if (Status status = copy(y.data(), inner_.as<float>(), y.size() * sizeof(float), stream_); !status.ok())
+      return status;
+    down_scale_ = static_scale(inputs.activation_scale, scheme(inputs.scheme).activation, y, inner);
+  }
   if (Status status = add_up(inner, [&](auto begin, auto count) { return load_inner(begin, count); });
       !status.ok())
     return status;
-  return gptq_.run(blas_, 1, hidden, inner, plain_down_.as<float>(), hessian_.as<float>(), options.down,
-                   down_.as<float>(), &out.down);
+  if (Status status = quantize_matrices(1, hidden, inner, plain_down_.as<float>(), options.down,
+                                        down_.as<float>(), &out.down);
+      !status.ok())
+    return status;
+  out.down.input_scale = down_scale_;
+  return {};
 }
 
 Status Worker::run(const QuantizedExpert& expert, const Samples& samples) {
@@ -236,7 +277,8 @@ Status Worker::run(const QuantizedExpert& expert, const Samples& samples) {
                           .down = {values[2].data(), DType::f32, hidden, inner}};
   if (Status status = start(plain, samples, gate_up_.as<float>(), down_.as<float>()); !status.ok())
     return status;
-  return run_inner();
+  down_scale_ = expert.down.input_scale;
+  return run_inner(gate_up_.as<float>());
 }
 
 Status Worker::add() {
@@ -271,6 +313,14 @@ class CudaLayerQuantizer final : public LayerQuantizer {
       if (!allocated) return allocated.status();
       *memory = std::move(*allocated);
       if (Status status = copy(memory->data(), from, bytes); !status.ok()) return status;
+    }
+    if (!inputs.fold.empty()) {
+      Result<Memory> fold = Memory::allocate(inputs.fold.size_bytes(), "scales of channels", device);
+      if (!fold) return fold.status();
+      shared_.fold = std::move(*fold);
+      if (Status status = copy(shared_.fold.data(), inputs.fold.data(), inputs.fold.size_bytes());
+          !status.ok())
+        return status;
     }
     if (Status status = synchronize(); !status.ok()) return status;
     const DeviceGuard guard(device);

@@ -13,9 +13,9 @@
 #include "gatefold/moe.h"
 #include "model/blas.h"
 #include "model/gram.h"
-#include "model/smoothing.h"
 #include "quantize/gptq.h"
 #include "quantize/grid.h"
+#include "quantize/smoothing.h"
 
 namespace gatefold {
 namespace {
@@ -111,11 +111,15 @@ Status Layer::start_device() {
   workers_ = on_cpu ? options_.threads : std::min(options_.threads, most_device_workers);
   if (on_cpu) return {};
   auto device = cuda_layer_quantizer({.scheme = options_.scheme,
+                                      .method = options_.method,
+                                      .activation_scale = options_.activation_scale,
                                       .tokens = tokens_,
                                       .hidden = hidden_,
                                       .inner = inner_,
                                       .normed = stream_.normed.data(),
-                                      .residual = stream_.residual.data()},
+                                      .residual = stream_.residual.data(),
+                                      .fold = fold_,
+                                      .input_scale = input_scale_},
                                      workers_, options_.device.index);
   if (!device) return device.status();
   device_ = std::move(*device);
@@ -243,8 +247,11 @@ Result<Floats> Layer::search_fold() const {
     matrices.push_back(std::move(ffn->gate));
     matrices.push_back(std::move(ffn->up));
   }
-  return search_smoothing(options_.scheme, options_.method == Method::smoothquant, true,
-                          sample_of(stream_.normed, hidden_), matrices);
+  const Sample sample = sample_of(stream_.normed, hidden_);
+  const bool maxima = options_.method == Method::smoothquant;
+  if (options_.device.kind == Device::Kind::cuda)
+    return cuda_search_smoothing(options_.scheme, maxima, true, sample, matrices, options_.device.index);
+  return search_smoothing(options_.scheme, maxima, true, sample, matrices);
 }
 
 void Layer::divide_normed(const Floats& fold) {

@@ -23,9 +23,6 @@ Status check_calibration(const Checkpoint& source, std::span<const std::int32_t>
   if (options.min_samples < 0 || options.threads < 0 || !(options.effective_damping() >= 0))
     return {Code::invalid_argument, fmt::format("min_samples {}, threads {}, damping {}", options.min_samples,
                                                 options.threads, options.effective_damping())};
-  if (options.method != Method::gptq && options.device.kind == Device::Kind::cuda)
-    return {Code::invalid_argument,
-            fmt::format("{} runs on the CPU; gptq runs on a GPU, too", name(options.method))};
   if (Status status = check_windows(tokens, options.window); !status.ok()) return status;
   const int vocab = source.config().vocab;
   for (std::size_t i = 0; i < tokens.size(); ++i)

@@ -1,14 +1,18 @@
 #pragma once
 /// \file
-/// The seam between calibration and a device that does it: GPTQ of one MoE layer's experts, each for the
+/// The seam between calibration and a device that does it: one MoE layer's experts, each quantized for the
 /// tokens that it sees.
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
 #include <vector>
 
+#include "gatefold/calibrate.h"
 #include "gatefold/quantize.h"
 #include "quantize/gptq.h"
+#include "quantize/smoothing.h"
 
 namespace gatefold {
 
@@ -33,9 +37,13 @@ struct Samples {
 /// What a layer is quantized for.
 struct LayerInputs {
   SchemeId scheme;
+  Method method = Method::gptq;
+  ActivationScale activation_scale = ActivationScale::mse;
   std::int64_t tokens = 0, hidden = 0, inner = 0;  ///< T, H, I
   const float* normed = nullptr;                   ///< [T, H]: what experts read
   const float* residual = nullptr;                 ///< [T, H]: what their outputs are added to
+  std::span<const float> fold = {};                ///< [H]: what gate and up are multiplied by, or nothing
+  std::optional<TensorScale> input_scale = {};     ///< static, of gate's and up's inputs: down gets one, too
 };
 
 /// Several experts are quantized at a time, each by a worker, 0 .. workers - 1, which one thread uses at a
@@ -47,8 +55,8 @@ class LayerQuantizer {
   };
   virtual ~LayerQuantizer() = default;
 
-  /// Quantizes gate and up for the expert's inputs, then down for what they leave. The expert's output waits
-  /// for add().
+  /// Quantizes gate and up for the expert's inputs, then down for what they leave (and but for gptq, moves
+  /// scales between up and down before). The expert's output waits for add().
   virtual Status quantize(int worker, const PlainExpert& expert, const Samples& samples,
                           const Options& options, QuantizedExpert& out) = 0;
   /// Only the output, of an expert that is quantized already.
@@ -58,6 +66,11 @@ class LayerQuantizer {
   /// The residual [T, H], to host memory.
   virtual Status finish(float* residual) = 0;
 };
+
+/// search_smoothing on a GPU. Errors: cuda_layer_quantizer's. Memory: the matrices.
+Result<std::vector<float>> cuda_search_smoothing(SchemeId id, bool maxima, bool powers_of_two,
+                                                 const Sample& sample,
+                                                 std::span<const std::vector<float>> matrices, int device);
 
 /// On a GPU. Two runs give the same bits. Memory: the inputs, and for each worker one expert with its inputs.
 /// Errors: no GPU that the kernels run on, no cuBLAS (unsupported); no memory.

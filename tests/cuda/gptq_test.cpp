@@ -1,5 +1,7 @@
-// GPTQ on the GPU loses as much as on the CPU, in every scheme, and gives the same bits in every run.
+// Calibration on the GPU loses as much as on the CPU, in every scheme, and gives the same bits in every run.
 #include "quantize/gptq.h"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,8 +13,8 @@
 #include "gatefold/calibrate.h"
 #include "gatefold/decoder.h"
 #include "gpu.h"
-#include "model/smoothing.h"
 #include "quantize/layer_quantizer.h"
+#include "quantize/smoothing.h"
 
 namespace gatefold {
 namespace {
@@ -113,10 +115,10 @@ struct Outcome {
   Floats residual;
 };
 
-Outcome run_gpu(SchemeId id, const Problem& p) {
+Outcome run_gpu(const LayerInputs& inputs, const Problem& p) {
   Outcome outcome;
   outcome.residual.resize(p.residual.size());
-  auto layer = cuda_layer_quantizer(p.inputs(id), 1, 0);
+  auto layer = cuda_layer_quantizer(inputs, 1, 0);
   EXPECT_TRUE(layer) << layer.status().message();
   for (const Status& status : {(*layer)->quantize(0, p.expert(), p.samples, {}, outcome.expert),
                                (*layer)->add(0), (*layer)->finish(outcome.residual.data())})
@@ -142,7 +144,7 @@ TEST_P(GptqOnGpu, LosesWhatTheCpuLoses) {
   const auto id = static_cast<SchemeId>(GetParam());
   if (!scheme(id).weight.quantized()) GTEST_SKIP() << "not quantized";
   const Problem p;
-  const Outcome outcome = run_gpu(id, p);
+  const Outcome outcome = run_gpu(p.inputs(id), p);
   const QuantizedExpert& gpu = outcome.expert;
   Floats x;
   for (const std::int32_t token : p.samples.tokens)
@@ -196,7 +198,7 @@ void expect_same(const QuantizedMatrix& a, const QuantizedMatrix& b) {
 TEST_F(GptqGpuTest, SameBitsInEveryRun) {
   const Problem p;
   for (const SchemeId id : {SchemeId::int4_g128, SchemeId::nvfp4, SchemeId::uint4_g32}) {
-    const Outcome first = run_gpu(id, p), second = run_gpu(id, p);
+    const Outcome first = run_gpu(p.inputs(id), p), second = run_gpu(p.inputs(id), p);
     expect_same(first.expert.gate, second.expert.gate);
     expect_same(first.expert.up, second.expert.up);
     expect_same(first.expert.down, second.expert.down);
@@ -207,9 +209,23 @@ TEST_F(GptqGpuTest, SameBitsInEveryRun) {
 /// An expert that is quantized already leaves what it left when it was quantized.
 TEST_F(GptqGpuTest, RunsWhatIsQuantized) {
   const Problem p;
-  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::nvfp4_anvfp4, SchemeId::fp8_block}) {
-    const Outcome outcome = run_gpu(id, p);
-    auto layer = cuda_layer_quantizer(p.inputs(id), 1, 0);
+  Floats fold(kHidden, 1.0f);
+  for (std::size_t j = 0; j < fold.size(); j += 3) fold[j] = 4;
+  std::vector<LayerInputs> cases;
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::nvfp4_anvfp4, SchemeId::fp8_block})
+    cases.push_back(p.inputs(id));
+  cases.push_back(p.inputs(SchemeId::int4_g128));
+  cases.back().method = Method::awq;
+  cases.back().fold = fold;
+  cases.push_back(p.inputs(SchemeId::fp8_tensor_afp8));
+  cases.back().method = Method::smoothquant;
+  cases.back().fold = fold;
+  cases.back().input_scale = TensorScale{0.02f, false};
+  for (const LayerInputs& inputs : cases) {
+    const Outcome outcome = run_gpu(inputs, p);
+    EXPECT_EQ(outcome.expert.gate.input_scale.has_value(), inputs.input_scale.has_value());
+    EXPECT_EQ(outcome.expert.down.input_scale.has_value(), inputs.input_scale.has_value());
+    auto layer = cuda_layer_quantizer(inputs, 1, 0);
     ASSERT_TRUE(layer);
     Floats residual(p.residual.size());
     ASSERT_TRUE((*layer)->run(0, outcome.expert, p.samples).ok());
@@ -217,6 +233,24 @@ TEST_F(GptqGpuTest, RunsWhatIsQuantized) {
     ASSERT_TRUE((*layer)->finish(residual.data()).ok());
     EXPECT_EQ(residual, outcome.residual);
   }
+}
+
+/// The search of scales of channels ends where the CPU's does.
+TEST_F(GptqGpuTest, FindsTheSmoothingOfTheCpu) {
+  const Problem p;
+  const Sample sample = sample_of(p.x, kHidden);
+  const std::vector<Floats> matrices{p.gate, p.up};
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::int8_aint8, SchemeId::nvfp4, SchemeId::mxfp4_afp8,
+                            SchemeId::uint4_g32})
+    for (const bool maxima : {false, true})
+      for (const bool powers_of_two : {false, true}) {
+        const Floats cpu = search_smoothing(id, maxima, powers_of_two, sample, matrices);
+        const auto gpu = cuda_search_smoothing(id, maxima, powers_of_two, sample, matrices, 0);
+        ASSERT_TRUE(gpu) << gpu.status().message();
+        ASSERT_EQ(gpu->size(), cpu.size());
+        for (std::size_t j = 0; j < cpu.size(); ++j)
+          ASSERT_NEAR((*gpu)[j] / cpu[j], 1, 1e-5) << scheme(id).name << ' ' << maxima << powers_of_two;
+      }
 }
 
 TEST_F(GptqGpuTest, NoSamplesDeadChannelsAndWrongShapes) {
@@ -255,18 +289,25 @@ TEST_F(GptqGpuTest, CalibratesModels) {
   const std::vector<std::int32_t> text(reinterpret_cast<const unsigned char*>(valid.data()),
                                        reinterpret_cast<const unsigned char*>(valid.data()) + valid.size());
   TemporaryDirectory root;
-  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::nvfp4, SchemeId::int8_aint8}) {
+  for (const auto& [id, method] : {std::pair{SchemeId::int4_g128, Method::gptq},
+                                   {SchemeId::nvfp4, Method::gptq},
+                                   {SchemeId::int8_aint8, Method::gptq},
+                                   {SchemeId::int4_g128, Method::awq},
+                                   {SchemeId::int8_aint8, Method::smoothquant},
+                                   {SchemeId::fp8_tensor_afp8, Method::smoothquant}}) {
+    const std::string label = fmt::format("{}-{}", scheme(id).name, name(method));
     CompareOptions compare_options;
     for (const Device device : {Device::cpu(), Device::cuda()}) {
-      const auto out = root / (std::string(scheme(id).name) + (device == Device::cpu() ? "-cpu" : "-gpu"));
-      const auto report = calibrate(open_checkpoint(tiny_moe), out, tokens, {.scheme = id, .device = device});
+      const auto out = root / (label + (device == Device::cpu() ? "-cpu" : "-gpu"));
+      const auto report = calibrate(open_checkpoint(tiny_moe), out, tokens,
+                                    {.scheme = id, .method = method, .device = device});
       ASSERT_TRUE(report) << report.status().message();
       compare_options.others.push_back(open_checkpoint(out.string()));
     }
     const auto rows = compare(open_checkpoint(tiny_moe), text, compare_options);
     ASSERT_TRUE(rows) << rows.status().message();
-    EXPECT_NEAR((*rows)[1].kl / (*rows)[0].kl, 1, 0.1) << scheme(id).name;
-    RecordProperty(std::string(scheme(id).name), std::to_string((*rows)[1].kl / (*rows)[0].kl));
+    EXPECT_NEAR((*rows)[1].kl / (*rows)[0].kl, 1, 0.1) << label;
+    RecordProperty(label, std::to_string((*rows)[1].kl / (*rows)[0].kl));
   }
 
   CalibrateOptions options{.scheme = SchemeId::int4_g128, .device = Device::cuda()};
@@ -280,7 +321,7 @@ TEST_F(GptqGpuTest, CalibratesModels) {
   ASSERT_TRUE(resumed) << resumed.status().message();
   EXPECT_EQ(resumed->resumed_layers, 2);
   EXPECT_EQ(read_file(root / "again" / "model.safetensors"),
-            read_file(root / "int4_g128-gpu" / "model.safetensors"));
+            read_file(root / "int4_g128-gptq-gpu" / "model.safetensors"));
 }
 
 }  // namespace

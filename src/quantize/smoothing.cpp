@@ -1,4 +1,4 @@
-#include "model/smoothing.h"
+#include "quantize/smoothing.h"
 
 #include <cblas.h>
 
@@ -133,6 +133,24 @@ void round_activations(const Operand& operand, const TensorScale* static_scale, 
   std::transform(values.begin(), values.end(), x.begin(), [](double v) { return static_cast<float>(v); });
 }
 
+std::vector<float> least_smoothing(const Floats& a, const Floats& w, bool maxima, bool powers_of_two,
+                                   const std::function<double(const Floats& s)>& loss) {
+  Floats best(a.size(), 1.0f);
+  double least = loss(best);
+  for (int step = 0; step <= 10; ++step)
+    for (const bool with_weights : {false, true}) {
+      const double p = step / 10.0, q = with_weights ? 1 - p : 0;
+      if ((maxima && !with_weights) || (p == 0 && q == 0)) continue;
+      Floats s = candidate(a, w, p, q, powers_of_two);
+      const double found = loss(s);
+      if (found < least) {
+        least = found;
+        best = std::move(s);
+      }
+    }
+  return best;
+}
+
 std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two, const Sample& sample,
                                     std::span<const Floats> matrices) {
   const std::int64_t k = sample.k;
@@ -173,20 +191,7 @@ std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two
     return sum;
   };
 
-  Floats best(static_cast<std::size_t>(k), 1.0f);
-  double least = loss(best);
-  for (int step = 0; step <= 10; ++step)
-    for (const bool with_weights : {false, true}) {
-      const double p = step / 10.0, q = with_weights ? 1 - p : 0;
-      if ((maxima && !with_weights) || (p == 0 && q == 0)) continue;
-      Floats s = candidate(a, w, p, q, powers_of_two);
-      const double found = loss(s);
-      if (found < least) {
-        least = found;
-        best = std::move(s);
-      }
-    }
-  return best;
+  return least_smoothing(a, w, maxima, powers_of_two, loss);
 }
 
 TensorScale static_scale(ActivationScale rule, const Operand& operand, const Floats& x, std::int64_t k) {

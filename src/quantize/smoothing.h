@@ -3,6 +3,7 @@
 /// Scales of input channels that make a product easier to quantize: W x = (W s) (x / s).
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -35,6 +36,11 @@ void round_activations(const Operand& operand, const TensorScale* static_scale, 
 /// input's; all 1 wins ties. `powers_of_two`: s is rounded to these.
 std::vector<float> search_smoothing(SchemeId id, bool maxima, bool powers_of_two, const Sample& sample,
                                     std::span<const std::vector<float>> matrices);
+
+/// The same, given a [k] and w [k], for anything that tells what a scale loses.
+std::vector<float> least_smoothing(const std::vector<float>& a, const std::vector<float>& w, bool maxima,
+                                   bool powers_of_two,
+                                   const std::function<double(const std::vector<float>& s)>& loss);
 
 /// The static scale of an activation operand for inputs x [rows, k].
 TensorScale static_scale(ActivationScale rule, const Operand& operand, const std::vector<float>& x,
