@@ -14,6 +14,7 @@
 #include <random>
 
 #include "checkpoint/json.h"
+#include "checkpoint/plain_view.h"
 #include "checkpoint/safetensors_writer.h"
 #include "gatefold/checkpoint.h"
 
@@ -86,15 +87,21 @@ struct Model {
 
   void write(const fs::path& directory, std::uint64_t shard_bytes = 1 << 30) const {
     fs::create_directories(directory);
-    const bool mixtral = family == "mixtral";
+    const bool mixtral = family == "mixtral", gpt_oss = family == "gpt_oss";
     std::vector<PlannedTensor> plan{{"model.embed_tokens.weight", DType::bf16, {256, hidden}},
                                     {"model.norm.weight", DType::f32, {hidden}}};
     for (int layer = 0; layer < layers; ++layer) {
       const std::string prefix = "model.layers." + std::to_string(layer) + ".";
       const std::string block = prefix + (mixtral ? "block_sparse_moe." : "mlp.");
       plan.push_back({prefix + "self_attn.q_proj.weight", DType::bf16, {hidden, hidden}});
-      plan.push_back({block + "gate.weight", DType::bf16, {experts, hidden}});
-      if (fused) {
+      plan.push_back({block + (gpt_oss ? "router" : "gate") + ".weight", DType::bf16, {experts, hidden}});
+      if (gpt_oss) {
+        plan.push_back({block + "router.bias", DType::bf16, {experts}});
+        plan.push_back({block + "experts.gate_up_proj", DType::bf16, {experts, hidden, 2 * intermediate}});
+        plan.push_back({block + "experts.gate_up_proj_bias", DType::bf16, {experts, 2 * intermediate}});
+        plan.push_back({block + "experts.down_proj", DType::bf16, {experts, intermediate, hidden}});
+        plan.push_back({block + "experts.down_proj_bias", DType::bf16, {experts, hidden}});
+      } else if (fused) {
         plan.push_back({block + "experts.gate_up_proj", DType::bf16, {experts, 2 * intermediate, hidden}});
         plan.push_back({block + "experts.down_proj", DType::bf16, {experts, hidden, intermediate}});
       }
@@ -135,7 +142,7 @@ struct Model {
                 {"rms_norm_eps", 1e-6},
                 {"max_position_embeddings", 64},
                 {"norm_topk_prob", true}};
-    if (mixtral) config.erase("num_experts"), config.erase("moe_intermediate_size");
+    if (mixtral || gpt_oss) config.erase("num_experts"), config.erase("moe_intermediate_size");
     std::ofstream(directory / "config.json") << config.dump(1);
   }
 };
@@ -152,10 +159,9 @@ void expect_same_experts(const Checkpoint& stored, const Checkpoint& source, Sch
         QuantizeOptions options;  // gate and up are one matrix to engines, with one tensor scale
         for (const Projection p : {Projection::gate, Projection::up})
           if (projection != Projection::down)
-            options.tensor_amax =
-                std::max(options.tensor_amax,
-                         largest_magnitude(std::get<MatrixView>(*source.expert(layer, expert, p))));
-        const Result<QuantizedMatrix> expected = quantize(id, std::get<MatrixView>(*original), options);
+            options.tensor_amax = std::max(options.tensor_amax,
+                                           largest_magnitude(*plain_view(*source.expert(layer, expert, p))));
+        const Result<QuantizedMatrix> expected = quantize(id, *plain_view(*original), options);
         ASSERT_TRUE(expected.ok());
         if (const auto* view = std::get_if<MatrixView>(&*read)) {
           ASSERT_FALSE(scheme(id).weight.quantized());
@@ -269,6 +275,25 @@ TEST_F(Convert, FusedAndShardedSourcesBecomePerExpertTensors) {
                                    : "model.layers.1.mlp.experts.2.up_proj";
     EXPECT_NE(stored.find(module + ".weight_packed"), nullptr);
     expect_same_experts(stored, source, SchemeId::int4_g32, 3);
+  }
+}
+
+/// gpt-oss in 16 bits: [experts, k, n], rows of gate and up in turns, biases.
+TEST_F(Convert, TransposedExpertsBecomePerExpertTensors) {
+  Model{.layers = 2, .experts = 3, .fused = true, .family = "gpt_oss"}.write(root_ / "from");
+  const Checkpoint source = open(root_ / "from");
+  for (const SchemeId id : {SchemeId::int4_g32, SchemeId::nvfp4}) {
+    const fs::path to = root_ / scheme(id).name;
+    const Result<ConvertReport> report = convert(source, to, options_for(id));
+    ASSERT_TRUE(report.ok()) << report.status().message();
+    const Checkpoint stored = open(to);
+    expect_same_experts(stored, source, id, 3);
+    for (const char* bias : {"gate_up_proj_bias", "down_proj_bias"}) {
+      const std::string name = "model.layers.1.mlp.experts." + std::string(bias);
+      const Result<TensorView> was = source.tensor(name), is = stored.tensor(name);
+      ASSERT_TRUE(was.ok() && is.ok());
+      EXPECT_EQ(0, std::memcmp(was->data, is->data, was->bytes));
+    }
   }
 }
 

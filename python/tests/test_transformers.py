@@ -146,14 +146,7 @@ def test_unknown_activation_is_refused():
         gt.quantize_(model, "mxfp4")
 
 
-def test_transposed_experts_are_not_converted(tmp_path):
-    tiny("gpt_oss", torch.bfloat16).save_pretrained(tmp_path / "source")
-    with pytest.raises(gatefold.Unsupported, match="stored transposed"):
-        gatefold.quantize_checkpoint(str(tmp_path / "source"), str(tmp_path / "written"), "int4_g128")
-    assert not (tmp_path / "written").exists()
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoints_of_gatefold_load(family, tmp_path):
     """Experts as quantize_checkpoint wrote them, beside the shared ones of the model."""
     source, written = tmp_path / "source", tmp_path / "written"

@@ -13,6 +13,7 @@
 #include "checkpoint/compressed_tensors.h"
 #include "checkpoint/families.h"
 #include "checkpoint/fused_amax.h"
+#include "checkpoint/plain_view.h"
 #include "checkpoint/safetensors_writer.h"
 #include "checkpoint/staging.h"
 #include "gatefold/checkpoint.h"
@@ -152,6 +153,7 @@ Status Converter::make_plan() {
     if (source_.is_expert_tensor(entry->name)) {
       expert = names_.parse(entry->name);
       if (!expert) return {Code::internal, fmt::format("'{}' is no expert's tensor", entry->name)};
+      if (expert->suffix.ends_with("bias")) expert.reset();  // stays as it is
     }
     const std::optional<SchemeId> id = scheme_of(*entry, expert);
     Status status;
@@ -345,8 +347,7 @@ Result<QuantizedMatrix> Converter::quantized(const Job& job) const {
   if (!amax.ok()) return amax.status();
   QuantizeOptions options = options_.quantize;
   options.tensor_amax = *amax;
-  if (const auto* view = std::get_if<MatrixView>(&*matrix)) return quantize(*job.scheme, *view, options);
-  return Status(Code::unsupported, "unquantized experts that are stored transposed cannot be converted");
+  return quantize(*job.scheme, *plain_view(*matrix), options);
 }
 
 Status Converter::quantize_matrix(const Job& job, const SafetensorsWriter& writer) const {

@@ -51,7 +51,7 @@ void stage(std::span<const QuantizedMatrix> matrices, PackRows rows, std::byte* 
     std::byte* to;
     std::span<const std::byte> from;
   };
-  constexpr std::size_t most = 1 << 18;  // one core does not copy as fast as the bus
+  constexpr std::size_t most = 1 << 17;  // one core does not copy as fast as the bus
   std::vector<Piece> pieces;
   for (const QuantizedMatrix& matrix : matrices)
     for (const auto& part : PackParts(matrix, rows).parts) {
