@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "gatefold/cuda.h"
@@ -44,6 +45,11 @@ Status launch_read(const ReadArgs& args, int device, Stream stream);
 /// GFLOP/s of a dense multiply of 8192 x 8192 x 8192 random numbers (bf16, e4m3, int8) by cuBLAS, which is
 /// loaded for it. Errors: there is none (unsupported), no memory.
 Result<double> dense_gflop_per_s(Format format, int device);
+
+/// y [rows, n] = x [rows, k] w [n, k]^T of e4m3 codes, by cuBLAS, from and to host memory: what its sums
+/// lose.
+Result<std::vector<float>> dense_product(std::span<const std::byte> x, std::span<const std::byte> w,
+                                         std::int64_t rows, std::int64_t n, std::int64_t k, int device);
 
 /// What the clocks are now, from the driver's management library. Errors: there is none (unsupported).
 struct Clocks {

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "../moe_layer.h"
+#include "cuda/measure.h"
 #include "gatefold/codec.h"
 #include "gatefold/cuda_linear.h"
 #include "gpu.h"
@@ -96,6 +98,16 @@ std::vector<double> oracle(const Rows& x, const std::vector<std::int32_t>& offse
 /// Of f32 sums of k terms, beside the norm of all.
 double tolerance(std::int64_t k) {
   return 4 * std::sqrt(static_cast<double>(k)) * std::exp2(-23);
+}
+
+/// The norm of all differences over that of what is expected.
+double relative_error(const std::vector<float>& y, const std::vector<double>& expected) {
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < y.size(); ++i) {
+    error += (y[i] - expected[i]) * (y[i] - expected[i]);
+    norm += expected[i] * expected[i];
+  }
+  return std::sqrt(error / norm);
 }
 
 /// Numbers that the oracle does not have must not have been written.
@@ -227,6 +239,51 @@ TEST_P(EveryLinear, WeightsOnly) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, EveryLinear, every_scheme_and_type(), scheme_and_type);
+
+// What sums of long rows lose, beside double precision, by each multiply; in fp8 not more than cuBLAS's lose.
+TEST_F(GpuLinear, ErrorsOfLongRows) {
+  const std::int64_t rows = 128, n = 128, k = 7168;
+  const auto by = [&](const LinearWeights& weights, const Rows& x, CudaTuning::Body body) {
+    const auto plan = LinearPlan::create(weights.shape(), {.max_rows = static_cast<int>(rows)});
+    EXPECT_TRUE(plan.ok()) << plan.status().message();
+    LinearOptions options{.max_rows = static_cast<int>(rows)};
+    for (const CudaCandidate& candidate : plan->candidates(static_cast<int>(rows)))
+      if (candidate.tuning.body == body) options.cuda_tuning = candidate.tuning;
+    return run(weights, options, x, {});
+  };
+  const Rows x(DType::bf16, rows, k);
+  std::printf("relative errors at k = %ld   by warps  by warpgroups\n", static_cast<long>(k));
+  for (std::size_t i = 0; i < all_schemes().size(); ++i) {
+    const auto id = static_cast<SchemeId>(i);
+    const Matrices matrices(id, 1, n, k);
+    const LinearWeights weights = matrices.pack();
+    const std::vector<double> expected = oracle(x, {0, static_cast<std::int32_t>(rows)}, matrices);
+    const double warps = relative_error(by(weights, x, CudaTuning::Body::warps), expected);
+    const double warpgroups = relative_error(by(weights, x, CudaTuning::Body::warpgroups), expected);
+    std::printf("%-28s%12.1e%15.1e\n", std::string(scheme(id).name).c_str(), warps, warpgroups);
+    EXPECT_LE(warps, tolerance(k)) << scheme(id).name;
+    EXPECT_LE(warpgroups, tolerance(k) + error_of_sums(scheme(id).activation)) << scheme(id).name;
+  }
+
+  Matrices matrices(SchemeId::fp8_tensor_afp8, 1, n, k);
+  matrices.all[0].input_scale = TensorScale{1, false};
+  std::vector<std::byte> codes;
+  for (const float value : x.values) codes.push_back(static_cast<std::byte>(encode<formats::e4m3>(value)));
+  auto theirs = cuda::dense_product(codes, matrices.all[0].values, rows, n, k, 0);
+  if (!theirs) {
+    std::printf("not compared with cuBLAS: %s\n", theirs.status().message().c_str());
+    return;
+  }
+  const std::vector<double> expected = oracle(x, {0, static_cast<std::int32_t>(rows)}, matrices);
+  float scale = 0;
+  std::memcpy(&scale, matrices.all[0].scales.data(), sizeof(scale));
+  std::vector<double> unscaled(expected);
+  for (double& value : unscaled) value /= scale;
+  const double cublas = relative_error(*theirs, unscaled);
+  const double ours = relative_error(by(matrices.pack(), x, CudaTuning::Body::warpgroups), expected);
+  std::printf("e4m3 codes: cuBLAS %.2e, by warpgroups %.2e\n", cublas, ours);
+  EXPECT_LE(ours, cublas);
+}
 
 // Types of y are roundings of the same sums; a bias is added before.
 TEST_F(GpuLinear, OutputTypesAndBias) {
