@@ -61,8 +61,7 @@ Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows) {
   cuda::LinearOptions options{.max_rows = static_cast<int>(rows)};
   const auto any = take(cuda::LinearPlan::create(shape, options));
   const cuda::Memory x = random_rows(rows, shape.k),
-                     y = take(cuda::Memory::allocate(static_cast<std::size_t>(rows * shape.n) * 2, "y")),
-                     workspace = take(cuda::Memory::allocate(any.workspace_bytes(), "a workspace"));
+                     y = take(cuda::Memory::allocate(static_cast<std::size_t>(rows * shape.n) * 2, "y"));
   const int copies = static_cast<int>(weights.size());
   Times times;
   const auto candidates = any.candidates(options.max_rows);
@@ -74,6 +73,7 @@ Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows) {
     if (candidate.clocks > 2 * least) continue;
     options.cuda_tuning = candidate.tuning;
     const auto plan = take(cuda::LinearPlan::create(shape, options));
+    const cuda::Memory workspace = take(cuda::Memory::allocate(plan.workspace_bytes(), "a workspace"));
     const double us = graph_us(rows > 1024 ? 2 : 4 * copies, [&](int i, cudaStream_t stream) {
       const Status status = plan.scaled_mm(
           weights[static_cast<std::size_t>(i % copies)], {.x = {x.data(), DType::bf16, rows, shape.k}},
@@ -107,7 +107,7 @@ void few_rows(SchemeId id, std::int64_t size, std::size_t l2_bytes) {
                               .count = 1};
     if (!cuda::launch_read(args, 0, stream).ok()) std::printf("cannot read\n");
   });
-  for (const std::int64_t rows : {1, 2, 4, 8, 16, 32, 64}) {
+  for (const std::int64_t rows : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
     const Times times = time(weights, rows);
     print(id, rows, times, read, read / times.us);
   }

@@ -65,6 +65,8 @@ int multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, double
   return std::max(64, static_cast<int>(std::ceil(count / 32)) * 32);
 }
 
+constexpr double kSum = 4500;  ///< of a kernel that adds up parts
+
 /// Clocks of one multiply.
 double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& choice, int tokens,
                int multiprocessors) {
@@ -88,11 +90,13 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
     read += load.experts * bytes;
   }
   // Warps share out groups equally; tiles are whole.
-  const double waves = tiles / multiprocessors, uneven = warps ? 1 : std::ceil(waves - 1e-9) / waves;
+  const int parts = work.in_parts ? parts_of(shape, choice.kernel(false), tokens, multiprocessors) : 1;
+  const double waves = tiles * parts / multiprocessors, uneven = warps ? 1 : std::ceil(waves - 1e-9) / waves;
   const auto term = [](double time) { return std::pow(time, kOverlap); };
-  return kStart + std::pow(term(read / kReadBytes) + term(cached / kCacheBytes) +
-                               term(clocks / multiprocessors * uneven),
-                           1 / kOverlap);
+  return kStart + (parts > 1 ? kSum : 0) +
+         std::pow(
+             term(read / kReadBytes) + term(cached / kCacheBytes) + term(clocks / multiprocessors * uneven),
+             1 / kOverlap);
 }
 
 double predict(const GemmWork& work, const GemmChoice& choice, int tokens, int multiprocessors) {
@@ -146,6 +150,19 @@ std::vector<int> table_tokens(int max_tokens) {
 }
 
 }  // namespace
+
+int parts_of(const PackedShape& shape, const GemmKernel& kernel, int rows, int multiprocessors) {
+  if (rows < kLeastRowsOfParts || rows > kMostRowsOfParts) return 1;
+  const std::int64_t items = (rows + kernel.tokens - 1) / kernel.tokens, groups = shape.units / kGroupUnits;
+  const std::int64_t pieces = (groups + kernel.tile_groups - 1) / kernel.tile_groups * items;
+  const std::int64_t wanted = std::int64_t{multiprocessors} * kernel.teams * kernel.team_groups;
+  constexpr int least_steps = 4, most = 16;
+  int parts = 1;
+  while (parts < most && 2 * parts * pieces <= wanted && shape.records % (2 * parts) == 0 &&
+         shape.records / (2 * parts) >= least_steps)
+    parts *= 2;
+  return parts;
+}
 
 std::vector<CudaCandidate> GemmTable::candidates(int tokens) const {
   std::vector<CudaCandidate> all;

@@ -26,7 +26,14 @@ struct GemmWork {
   InputKind bytes = InputKind::bf16;  ///< where codes are multiplied as such: else as `input`
   int experts = 1, top_k = 1;
   std::vector<GemmMatrices> multiplies;
+  bool in_parts = false;  ///< columns of the only matrix may be cut into parts (parts_of)
 };
+
+/// More rows are work enough; all warps can share a group of units by fewer.
+inline constexpr int kLeastRowsOfParts = 9, kMostRowsOfParts = 512;
+/// In how many parts the columns of one matrix are best cut, so that its groups of units, by so many rows,
+/// are work for the whole device: a power of two.
+int parts_of(const PackedShape& shape, const GemmKernel& kernel, int rows, int multiprocessors);
 
 struct GemmChoice {
   CudaTuning tuning;

@@ -35,9 +35,11 @@ struct LinearBuffers {
   InputBuffers in;
   Buffer<Item> items;
   Buffer<std::int32_t> item_count, expert_rows;
+  Buffer<float> part_sums;
   std::int32_t most_items = 0;
 
-  LinearBuffers(const LinearShape& shape, const Operand& activation, int max_rows, WorkspaceLayout& layout)
+  LinearBuffers(const LinearShape& shape, const Operand& activation, int max_rows, std::size_t part_numbers,
+                WorkspaceLayout& layout)
       : in("inputs", activation, static_cast<std::size_t>(max_rows),
            tile_rows(static_cast<std::size_t>(max_rows), static_cast<std::size_t>(shape.matrices)), shape.k,
            layout),
@@ -45,6 +47,7 @@ struct LinearBuffers {
     items = {layout.add<Item>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
     expert_rows = {layout.add<std::int32_t>("expert_rows", static_cast<std::size_t>(shape.matrices))};
+    part_sums = {layout.add<float>("part_sums", part_numbers)};
   }
 };
 
@@ -147,19 +150,28 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
     return Status(Code::unsupported, why);
 
   const DeviceGuard guard(device);
+  const bool in_parts = shape.matrices == 1 && !options.batch_invariant;
   auto table = GemmTable::create({.scheme = shape.scheme,
                                   .input = input_kind(activation),
                                   .bytes = byte_kind(activation),
                                   .experts = shape.matrices,
                                   .top_k = 1,
-                                  .multiplies = {{shape.n, shape.k, 1}}},
+                                  .multiplies = {{shape.n, shape.k, 1}},
+                                  .in_parts = in_parts},
                                  *info,
                                  {.max_tokens = options.max_rows,
                                   .forced = options.cuda_tuning,
                                   .batch_invariant = options.batch_invariant});
   if (!table) return table.status();
+  std::int64_t part_rows = 0;
+  for (int rows = 1; in_parts && rows <= std::min(options.max_rows, kMostRowsOfParts); ++rows)
+    if (const int parts =
+            parts_of(packed_shape(shape, false), table->at(rows).kernel(false), rows, info->multiprocessors);
+        parts > 1)
+      part_rows = std::max<std::int64_t>(part_rows, std::int64_t{parts} * rows);
   WorkspaceLayout layout(options.debug_workspace);
-  const LinearBuffers buffers(shape, activation, options.max_rows, layout);
+  const LinearBuffers buffers(shape, activation, options.max_rows,
+                              static_cast<std::size_t>(part_rows * shape.n), layout);
   return LinearPlan(
       std::make_shared<State>(State{shape, options, *info, layout, buffers, std::move(*table)}));
 }
@@ -257,7 +269,21 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
     if (kernel.tiled && in.offsets != nullptr) inputs.expert_rows = buffers.expert_rows.at(base);
     if (Status status = cuda::check(launch_inputs(inputs, stream), "round rows"); !status.ok()) return status;
   }
-  return cuda::check(launch_gemm(kernel, args, device.multiprocessors, stream), "multiply");
+  const int parts = in.offsets == nullptr && !options.batch_invariant
+                        ? parts_of(packed, choice.kernel(false), rows, device.multiprocessors)
+                        : 1;
+  if (parts == 1) return cuda::check(launch_gemm(kernel, args, device.multiprocessors, stream), "multiply");
+  args.parts = parts;
+  args.expert_stride = 0;
+  args.steps /= parts;
+  args.bias = nullptr;
+  args.out = buffers.part_sums.at(base);
+  args.out_dtype = DType::f32;
+  args.part_out = rows * shape.n;
+  if (Status status = cuda::check(launch_gemm(kernel, args, device.multiprocessors, stream), "multiply");
+      !status.ok())
+    return status;
+  return cuda::check(launch_sum({parts, buffers.part_sums.at(base), in.bias, y}, stream), "add parts up");
 }
 
 Status LinearPlan::grouped_gemm(const LinearWeights& weights, const LinearInputs& inputs,

@@ -23,7 +23,7 @@ GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) 
 /// reads its first weights meanwhile.
 int teams_for(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors) {
   const auto most_experts = static_cast<std::int64_t>(args.experts < args.slots ? args.experts : args.slots);
-  const std::int64_t bytes = most_experts * args.groups * args.steps * kernel.step_bytes;
+  const std::int64_t bytes = most_experts * args.parts * args.groups * args.steps * kernel.step_bytes;
   constexpr std::int64_t little = 256 * 1024;
   return bytes < multiprocessors * little ? 1 : kernel.teams;
 }
@@ -50,6 +50,8 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
                         cudaStream_t stream) {
   GemmArgs own = args;
   own.tile_tokens = kernel.tokens;
+  own.all_steps = args.steps * args.parts;
+  own.part_steps = args.parts > 1 ? args.steps : 0;
   void* parameters[] = {&own};
   const int teams = teams_for(kernel, args, multiprocessors);
   return launch_dependent(

@@ -47,7 +47,7 @@ struct ColumnScales {
       for (int c = 0; c < 2; ++c) {
         const int token = min(t * kTileTokens + lane % 4 * 2 + c, round.count - 1);
         const std::int64_t row = items.slot(round.first + token) / in.slots_of_row;
-        scales[t][c] = in.record_scales + row * (in.stride / kRecordColumns);
+        scales[t][c] = in.record_scales + row * (in.stride / kRecordColumns) + round.expert * args.part_steps;
       }
   }
 };

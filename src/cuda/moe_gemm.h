@@ -69,7 +69,7 @@ struct GemmArgs {
   std::int32_t experts = 1, slots = 0;
   GemmInputs inputs;
   /// Routing, or the experts of at most kFewSlots slots, or else the items and the slots in the order of
-  /// experts. None of them: expert 0 takes all slots.
+  /// experts. None of them: expert 0, or each of the parts, takes all slots.
   GemmRouting routing;
   const std::int32_t* ids = nullptr;
   bool one_token = false;  ///< the slots are those of one
@@ -88,6 +88,12 @@ struct GemmArgs {
   std::int32_t out_tile_rows = 0;  ///< of 16-bit outputs of gate_up, which down reads: GemmInputs::tile_rows
   DType out_dtype = DType::f32;
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
+  /// The columns of one matrix in parts of `steps` each, as if they were experts: there is enough to do for
+  /// all warps where rows are few. Sums of part p lie part_out * p numbers after those of part 0.
+  std::int32_t parts = 1;
+  std::int64_t part_out = 0;
+  /// Set by the launch: steps of a group in memory, and from one part to the next (0: there is one).
+  std::int32_t all_steps = 0, part_steps = 0;
 };
 
 /// What a multiply's inputs are: 16-bit numbers, or codes that are multiplied as such.
@@ -118,6 +124,7 @@ struct GemmKernel {
   int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
   int step_bytes = 0;
   int tile_groups = 1;  ///< groups of units that a block multiplies together
+  int team_groups = 1;  ///< groups that keep a team's warps busy, by items of all their tokens
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
   std::uint32_t byte_order = 0;  ///< InputOrder

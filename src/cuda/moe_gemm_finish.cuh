@@ -32,8 +32,8 @@ __device__ __forceinline__ float activate(const Activation& a, float gate, float
   return activate_swiglu(a, gate, up);
 }
 
-__device__ __forceinline__ void store(const GemmArgs& args, int slot, int row, float value) {
-  const std::int64_t at = static_cast<std::int64_t>(slot) * args.out_stride + row;
+__device__ __forceinline__ void store(const GemmArgs& args, int slot, std::int64_t row, float value) {
+  const std::int64_t at = slot * args.out_stride + row;
   if (args.out_dtype == DType::f32)
     static_cast<float*>(args.out)[at] = value;
   else
@@ -60,10 +60,11 @@ __device__ __forceinline__ void finish_gate_up(const GemmArgs& args, int expert,
 __device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, int unit, int slot,
                                             const float (&sums)[2]) {
   const int row = unit * kUnitRows + threadIdx.x % 32 / 4;
+  const std::int64_t part = expert * args.part_out;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (row + 8 * half < args.rows)
-      store(args, slot, row + 8 * half,
+      store(args, slot, part + row + 8 * half,
             sums[half] + (args.bias == nullptr ? 0.0f : args.bias[expert * args.rows + row + 8 * half]));
 }
 

@@ -84,14 +84,15 @@ struct alignas(16) Round {
 
 /// The items of a call, and the slots of their tokens.
 struct Items {
-  const Item* items = nullptr;          ///< nullptr: all positions belong to expert 0
+  const Item* items = nullptr;          ///< nullptr: all positions belong to expert 0, or to each part
   const std::int32_t* slots = nullptr;  ///< [positions], nullptr: the same
   int count = 0;
 
   __device__ __forceinline__ Item at(const GemmArgs& args, int i) const {
     if (items != nullptr) return items[i];
-    const int first = i * args.tile_tokens;
-    return {0, static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first};
+    const int each = count / args.parts, first = i % each * args.tile_tokens;
+    return {static_cast<std::int16_t>(i / each),
+            static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first};
   }
   __device__ __forceinline__ int slot(int position) const {
     return slots == nullptr ? position : slots[position];
@@ -236,11 +237,19 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
   rounds.begin(args, items);
   const Round& round = rounds.round;
   int filled = 0, step = 0;
+  const std::byte *from = nullptr, *extras = nullptr;  // of this lane's group
   for (Place<T> place;; place.advance()) {
     if (step == 0) {
       int next = 0;
       if (lane == 0) next = atomicAdd_block(taken, 1);
       rounds.go_to(args, items, __shfl_sync(~0u, next, 0));
+      const std::int64_t at =
+          static_cast<std::int64_t>(round.group + lane) * args.all_steps + round.expert * args.part_steps;
+      const std::byte* weights = args.weights + round.expert * args.expert_stride + begin;
+      from = weights + at * T::step_bytes;
+      if constexpr (T::P.apart())
+        extras = weights + static_cast<std::int64_t>(args.groups) * args.all_steps * T::step_bytes +
+                 at * T::step_extra_bytes;
     }
     if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
     std::uint64_t* full = ring.full + place.index;
@@ -253,17 +262,14 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
     __syncwarp();
     if (round.groups == 0) return;
     if (lane < round.groups) {
-      const std::int64_t at = static_cast<std::int64_t>(round.group + lane) * args.steps + step;
-      const std::byte* weights = args.weights + round.expert * args.expert_stride + begin;
       std::byte* to = memory + place.index * T::stage_bytes;
-      copy_bulk(to + lane * round.slices * T::step_bytes, weights + at * T::step_bytes, steps * T::step_bytes,
-                full);
+      copy_bulk(to + lane * round.slices * T::step_bytes, from, steps * T::step_bytes, full);
       if constexpr (T::P.apart())
-        copy_bulk(to + T::extras_at + lane * round.slices * T::step_extra_bytes,
-                  weights + static_cast<std::int64_t>(args.groups) * args.steps * T::step_bytes +
-                      at * T::step_extra_bytes,
+        copy_bulk(to + T::extras_at + lane * round.slices * T::step_extra_bytes, extras,
                   steps * T::step_extra_bytes, full);
     }
+    from += steps * T::step_bytes;
+    if constexpr (T::P.apart()) extras += steps * T::step_extra_bytes;
     step += round.slices;
     if (step >= args.steps) step = 0;
   }
@@ -285,7 +291,8 @@ __device__ void copy_inputs(const GemmArgs& args, const Items& items, RingState<
 #pragma unroll
         for (int i = 0; i < T::tokens / 2; ++i) {
           const int token = min(2 * i + half, round.count - 1);
-          rows[i] = in.rows + items.slot(round.first + token) / in.slots_of_row * in.stride + column;
+          rows[i] = in.rows + items.slot(round.first + token) / in.slots_of_row * in.stride + column +
+                    round.expert * args.part_steps * kRecordColumns;
         }
     }
     std::byte* to = memory + place.index * T::stage_bytes + T::inputs_at +

@@ -34,7 +34,8 @@ GemmKernel gemm_kernel() {
           .teams = T::teams,
           .team_bytes = T::team_bytes,
           .tokens = T::tokens,
-          .step_bytes = T::step_bytes};
+          .step_bytes = T::step_bytes,
+          .team_groups = T::warps / T::full_slices};
 }
 
 template <class S, bool kWide, class Make>
@@ -66,9 +67,9 @@ GemmKernel make_among(SchemeId id, bool wide, InputKind input, const Make& make)
 template <auto Which>
 GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
   return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
-    // Registers do not hold four tiles beside zero points or f32 scales of groups of 32.
+    // Registers do not hold four tiles beside zero points of groups of 32, or f32 scales of these or of 64.
     constexpr PackedFormat P = packed_format(S::scheme.weight, kWide);
-    constexpr int most = P.group == 32 && (P.zeros || P.scale.bits == 32) ? 2 : 4;
+    constexpr int most = (P.group == 32 && P.zeros) || (P.group <= 64 && P.scale.bits == 32) ? 2 : 4;
     return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
            : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
                                        : gemm_kernel<S, kWide, kInput, most>();

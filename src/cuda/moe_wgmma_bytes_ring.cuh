@@ -74,7 +74,7 @@ requires(T::bytes) __device__
     const Tile tile = tile_at<T>(args, items, next);
     if (tile.count == 0) return;
     const int rows = (tile.count + 7) / 8 * 8;
-    std::int64_t row = tile.row;
+    std::int64_t row = tile.row + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;
     for (int step = 0; step < args.steps; ++step, row += in.tile_rows) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
       std::byte* to = memory + place.index * S::input_bytes;

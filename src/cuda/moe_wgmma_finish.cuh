@@ -68,7 +68,7 @@ struct LaneRows {
       if (token + i * kApart >= end) continue;
       const int of_tile = begin + token + i * kApart;
       if (!gate_up)
-        store_rows(args, tile.first + of_tile, values[i]);
+        store_rows(args, tile.first + of_tile, tile.expert * args.part_out, values[i]);
       else if (args.out_tile_rows == 0)
         store_channels(args, tile.first + of_tile, values[i]);
       else
@@ -116,11 +116,12 @@ struct LaneRows {
     for (int pad = first + 8; pad < args.out_stride; pad += 8) *to(pad) = 0;
   }
 
-  __device__ __forceinline__ void store_rows(const GemmArgs& args, int row, const float (&values)[4]) const {
-    const std::int64_t to = static_cast<std::int64_t>(row) * args.out_stride + first;
+  __device__ __forceinline__ void store_rows(const GemmArgs& args, int row, std::int64_t part,
+                                             const float (&values)[4]) const {
+    const std::int64_t to = part + static_cast<std::int64_t>(row) * args.out_stride + first;
     if (args.out_stride % 4 != 0 || first >= args.rows) {
       for (int i = 0; i < 4; ++i)
-        if (first + i < args.rows) store(args, row, first + i, values[i]);
+        if (first + i < args.rows) store(args, row, part + first + i, values[i]);
     } else if (args.out_dtype == DType::f32) {
       *reinterpret_cast<float4*>(static_cast<float*>(args.out) + to) = {values[0], values[1], values[2],
                                                                         values[3]};

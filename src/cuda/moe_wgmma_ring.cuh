@@ -94,11 +94,13 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int items, int i) 
     const Item item = args.items[at];
     return {item.expert, item.count, item.first, item.first + args.expert_rows[item.expert], group};
   }
-  const int first = at * args.tile_tokens;
-  return {0, static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first, group};
+  const int each = items / args.parts, first = at % each * args.tile_tokens;
+  return {static_cast<std::int16_t>(at / each),
+          static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first, group};
 }
 __device__ __forceinline__ int count_items(const GemmArgs& args) {
-  return args.items != nullptr ? *args.item_count : (args.slots + args.tile_tokens - 1) / args.tile_tokens;
+  return args.items != nullptr ? *args.item_count
+                               : (args.slots + args.tile_tokens - 1) / args.tile_tokens * args.parts;
 }
 
 /// The place of a stage, and the parity of its phase.
@@ -155,7 +157,7 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
   const int lane = threadIdx.x % 32, group = lane % T::groups, items = count_items(args);
   const bool extra = lane >= T::groups;
   const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
-  const std::int64_t extras_at = static_cast<std::int64_t>(args.groups) * args.steps * T::step_bytes;
+  const std::int64_t extras_at = static_cast<std::int64_t>(args.groups) * args.all_steps * T::step_bytes;
   const int each = extra ? T::step_extra_bytes : T::step_bytes;
   std::byte* to = memory + stages.weights_at +
                   (extra ? T::extras_at + group * T::group_extra_bytes : group * T::group_bytes);
@@ -166,7 +168,9 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
     const int groups = min(T::groups, args.groups - tile.first_group);
     const std::byte* from = args.weights + tile.expert * args.expert_stride + begin +
                             (extra ? extras_at : std::int64_t{0}) +
-                            static_cast<std::int64_t>(tile.first_group + group) * args.steps * each;
+                            (static_cast<std::int64_t>(tile.first_group + group) * args.all_steps +
+                             tile.expert * args.part_steps) *
+                                each;
     for (int step = 0; step < args.steps; step += T::steps) {
       if (all_filled) wait_barrier(ring.weights_empty + place.index, place.parity ^ 1);
       std::uint64_t* full = ring.weights_full + place.index;
@@ -199,7 +203,8 @@ __device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, s
     const Tile tile = tile_at<T>(args, items, next);
     if (tile.count == 0) return;
     const int rows = (tile.count + 7) / 8 * 8;
-    const std::uint16_t* from = in.rows + tile.row * std::int64_t{64};
+    const int first = tile.expert * args.part_steps;
+    const std::uint16_t* from = in.rows + tile.row * std::int64_t{64} + first * 2 * half;
     for (int step = 0; step < args.steps; ++step, from += 2 * half) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
       std::byte* to = memory + place.index * stages.input_bytes;
@@ -208,7 +213,8 @@ __device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, s
       copy_bulk(to, from, rows * 128, full);
       copy_bulk(to + stages.half, from + half, rows * 128, full);
       if constexpr (T::record_scales)
-        copy_bulk(to + 2 * stages.half, in.record_scales + step * in.tile_rows + tile.row, rows * 4, full);
+        copy_bulk(to + 2 * stages.half, in.record_scales + (first + step) * in.tile_rows + tile.row, rows * 4,
+                  full);
       place.advance(stages.inputs);
       all_filled |= place.index == 0;
     }

@@ -140,6 +140,27 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
   }
 }
 
+/// Block (i, r): a piece of row r.
+__global__ void __launch_bounds__(kCombineThreads) sum_kernel(const SumArgs args) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const auto n = static_cast<int>(args.out.cols);
+  const int column = (blockIdx.x * kCombineThreads + threadIdx.x) * kPerThread;
+  const int count = min(kPerThread, n - column);
+  if (count <= 0) return;
+  const std::int64_t at = static_cast<std::int64_t>(blockIdx.y) * n + column, whole = args.out.rows * n;
+  float sums[kPerThread] = {};
+  for (int part = 0; part < args.parts; ++part) {
+    const float4 x = load_slot(args.sums + part * whole + at, count);
+    sums[0] += x.x;
+    sums[1] += x.y;
+    sums[2] += x.z;
+    sums[3] += x.w;
+  }
+  for (int i = 0; i < count; ++i)
+    store(args.out, at + i, sums[i] + (args.bias == nullptr ? 0.0f : args.bias[column + i]));
+}
+
 }  // namespace
 
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream) {
@@ -151,6 +172,13 @@ cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream) {
   const dim3 blocks((args.hidden + piece - 1) / piece, args.tokens < 65535 ? args.tokens : 65535);
   return launch_dependent(combine_kernel, {.blocks = blocks, .threads = kCombineThreads, .stream = stream},
                           args);
+}
+
+cudaError_t launch_sum(const SumArgs& args, cudaStream_t stream) {
+  constexpr std::int64_t piece = kCombineThreads * kPerThread;
+  const dim3 blocks(static_cast<unsigned>((args.out.cols + piece - 1) / piece),
+                    static_cast<unsigned>(args.out.rows));
+  return launch_dependent(sum_kernel, {.blocks = blocks, .threads = kCombineThreads, .stream = stream}, args);
 }
 
 }  // namespace gatefold::cuda

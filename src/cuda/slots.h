@@ -40,4 +40,13 @@ struct CombineArgs {
 };
 cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream);
 
+/// out [rows, n] = sum over parts [parts, rows, n], in their order, + bias [n] (or nullptr).
+struct SumArgs {
+  std::int32_t parts = 1;
+  const float* sums = nullptr;
+  const float* bias = nullptr;
+  MutableMatrixView out;
+};
+cudaError_t launch_sum(const SumArgs& args, cudaStream_t stream);
+
 }  // namespace gatefold::cuda

@@ -193,20 +193,20 @@ TEST_P(EveryLinear, GroupsByEveryCandidate) {
 }
 
 TEST_P(EveryLinear, OneMatrix) {
-  const Matrices matrices(id(), 1, 256, 512);
+  const Matrices matrices(id(), 1, 256, 1024);
   const LinearWeights weights = matrices.pack();
   const auto plan = LinearPlan::create(weights.shape(), options(300));
   ASSERT_TRUE(plan.ok()) << plan.status().message();
   for (const int rows : {1, 8, 17, 64, 129, 300}) {
     SCOPED_TRACE(rows);
-    const Rows x(dtype(), rows, 512);
+    const Rows x(dtype(), rows, 1024);
     const std::vector<float> y = run(*plan, weights, x, {});
     expect_near(y, oracle(x, {0, rows}, matrices), allowed(x));
     EXPECT_EQ(run(*plan, weights, x, {}), y) << "another run, other bits";
     if (rows > 64) continue;  // the CPU's, whose 16-bit activations have the same values
     std::vector<float> on_cpu(y.size());
     const std::int64_t offsets[] = {0, rows};
-    ASSERT_TRUE(grouped_gemm({x.codes.data(), dtype(), rows, 512}, offsets, matrices.pointers,
+    ASSERT_TRUE(grouped_gemm({x.codes.data(), dtype(), rows, 1024}, offsets, matrices.pointers,
                              {on_cpu.data(), DType::f32, rows, 256})
                     .ok());
     expect_near(y, {on_cpu.begin(), on_cpu.end()}, allowed(x));
@@ -282,7 +282,7 @@ TEST_F(GpuLinear, ErrorsOfLongRows) {
   const double cublas = relative_error(*theirs, unscaled);
   const double ours = relative_error(by(matrices.pack(), x, CudaTuning::Body::warpgroups), expected);
   std::printf("e4m3 codes: cuBLAS %.2e, by warpgroups %.2e\n", cublas, ours);
-  EXPECT_LE(ours, cublas);
+  EXPECT_LE(ours, 1.01 * cublas);
 }
 
 // Types of y are roundings of the same sums; a bias is added before.
@@ -328,6 +328,33 @@ TEST_F(GpuLinear, OutputTypesAndBias) {
       expected[i] += bias[group * static_cast<std::size_t>(n) + i % static_cast<std::size_t>(n)];
     }
     expect_near(sums, expected, tolerance(k));
+  }
+}
+
+// Columns are cut into parts where there are few rows; a bias is added once.
+TEST_F(GpuLinear, PartsAndBias) {
+  const std::int64_t n = 200, k = 2048;
+  const std::vector<float> bias = random_values(static_cast<std::size_t>(n), 9);
+  const DeviceVector<float> device_bias(bias);
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_block_afp8}) {
+    const Matrices matrices(id, 1, n, k);
+    const LinearWeights weights = matrices.pack();
+    const auto plan = LinearPlan::create(weights.shape(), {.max_rows = 70, .debug_workspace = true});
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    const DeviceVector<std::byte> workspace(plan->workspace_bytes());
+    for (const std::int32_t count : {3, 5, 8, 16, 33, 70}) {
+      SCOPED_TRACE(count);
+      const Rows x(DType::bf16, count, k);
+      const DeviceVector<std::uint16_t> rows(x.codes);
+      const DeviceVector<float> y(static_cast<std::size_t>(count * n));
+      const Status status =
+          plan->scaled_mm(weights, {.x = {rows.data(), DType::bf16, count, k}, .bias = device_bias.data()},
+                          {y.data(), DType::f32, count, n}, {workspace.data(), workspace.size()});
+      ASSERT_TRUE(status.ok()) << status.message();
+      std::vector<double> expected = oracle(x, {0, count}, matrices);
+      for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += bias[i % static_cast<std::size_t>(n)];
+      expect_near(y.host(), expected, tolerance(k) + error_of_sums(scheme(id).activation));
+    }
   }
 }
 
