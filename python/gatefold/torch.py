@@ -91,11 +91,12 @@ class Experts(torch.nn.Module):
     _PARTS = ("values", "scales", "zero_points", "tensor_scales")
     _directory = None
 
-    def __init__(self, spec, *, device="cpu", precision="native", weights_only=False):
-        """Without weights: load_state_dict() brings them. spec: gatefold.MoeSpec."""
+    def __init__(self, spec, *, device="cpu", precision="native", weights_only=False, batch_invariant=False):
+        """Without weights: load_state_dict() brings them. spec: gatefold.MoeSpec; the rest as for gatefold.pack."""
         super().__init__()
         self.spec = spec
-        self._options = {"device": device, "precision": precision, "weights_only": weights_only}
+        self._options = {"device": device, "precision": precision, "weights_only": weights_only,
+                         "batch_invariant": batch_invariant}
         self._forget_weights()
         self._allocate()
         if spec.bias:
@@ -104,8 +105,7 @@ class Experts(torch.nn.Module):
 
     @classmethod
     def quantize(cls, gate_up, down, scheme, *, top_k, activation=None, gate_up_bias=None, down_bias=None,
-                 act_dtype=None, interleaved=False, transposed=False, scale_search=False, device="cpu",
-                 precision="native", weights_only=False):
+                 act_dtype=None, interleaved=False, transposed=False, scale_search=False, **options):
         """From gate_up [experts, 2 * intermediate, hidden] and down [experts, hidden, intermediate]; the arguments are
         those of gatefold.pack. Reads one matrix at a time."""
         gate_up, down = gate_up.detach(), down.detach()
@@ -120,7 +120,7 @@ class Experts(torch.nn.Module):
         spec = _core.MoeSpec(scheme, experts=experts, top_k=top_k, hidden=hidden, intermediate=rows // 2,
                              activation=activation or _core.Activation(), act_dtype=act_dtype,
                              bias=gate_up_bias is not None or down_bias is not None)
-        self = cls(spec, device=device, precision=precision, weights_only=weights_only)
+        self = cls(spec, **options)
         if gate_up_bias is not None:
             bias = gate_up_bias.detach().float().cpu()
             if interleaved:

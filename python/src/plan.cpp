@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <map>
 #include "layer.h"
 #include "module.h"
 #include "tensor.h"
@@ -15,11 +16,14 @@ namespace gatefold::python {
 namespace {
 
 /// numpy, torch and cupy alike: module.empty_like(tensor).
-nb::object empty_like(nb::handle tensor) {
-  const std::string top = package_of(tensor);
-  if (top != "numpy" && top != "torch" && top != "cupy")
-    invalid(fmt::format("hidden is of {}: give `out`, since its tensors cannot be made here", top));
-  return nb::module_::import_(top.c_str()).attr("empty_like")(tensor);
+nb::object empty_like(const Tensor& tensor, nb::handle object) {
+  const std::string package = tensor.is_torch() ? "torch" : package_of(object);
+  if (package != "numpy" && package != "torch" && package != "cupy")
+    invalid(fmt::format("hidden is of {}: give `out`, since its tensors cannot be made here", package));
+  static auto& functions = *new std::map<std::string, nb::object>;  // looked up once, as long as the process
+  nb::object& function = functions[package];
+  if (!function.is_valid()) function = nb::module_::import_(package.c_str()).attr("empty_like");
+  return function(object);
 }
 
 /// Where tensors without elements point to: a null pointer would say that there is no tensor.
@@ -69,14 +73,15 @@ class Plan {
       weights.emplace(weights_object, "topk_weights");
       inputs.topk_weights = floats(*weights, {tokens, spec.top_k}, "[tokens, top_k]", weight_copy);
     }
-    if (out_object.is_none()) out_object = empty_like(hidden_object);
+    if (out_object.is_none()) out_object = empty_like(hidden, hidden_object);
     const Tensor out(out_object, "out", true);
     out.expect_shape({tokens, spec.hidden}, "[tokens, hidden]");
     out.expect_device(device);
     const MatrixView y = out.matrix();
     const MoeOutputs outputs{.hidden = {const_cast<void*>(y.data), y.dtype, y.rows, y.cols}};
-    const cuda::Stream stream =
-        stream_number ? reinterpret_cast<cuda::Stream>(*stream_number) : hidden.stream();
+    const cuda::Stream stream = device.kind == Device::Kind::cpu ? nullptr
+                                : stream_number ? reinterpret_cast<cuda::Stream>(*stream_number)
+                                                : hidden.stream();
     {
       const nb::gil_scoped_release release;
       std::optional<TorchMemory> workspace;
@@ -142,23 +147,23 @@ void add_plan(nb::module_& m) {
       .def_static(
           "create",
           [](std::shared_ptr<Layer> experts, int max_tokens, int threads, const std::string& precision,
-             bool weights_only, bool debug_workspace, const std::string& kernel) {
+             bool weights_only, bool batch_invariant, bool debug_workspace, const std::string& kernel) {
             PlanOptions options{.max_tokens = max_tokens,
                                 .threads = threads,
                                 .precision = to_precision(precision),
                                 .weights_only = weights_only,
                                 .debug_workspace = debug_workspace,
+                                .batch_invariant = batch_invariant,
                                 .kernel = kernel};
             return std::make_unique<Plan>(std::move(experts), options);
           },
           "experts"_a, nb::kw_only(), "max_tokens"_a = 512, "threads"_a = 0, "precision"_a = "native",
-          "weights_only"_a = false, "debug_workspace"_a = false, "kernel"_a = "",
-          "threads 0: OpenMP's default now. precision 'f32': without the roundings to 16 bit. weights_only: "
-          "activations stay in 16 bit. debug_workspace: canaries around every buffer, and on a GPU ids are "
-          "checked, for "
-          "which each call waits. kernel: only those "
-          "whose name "
-          "contains this. Raises InvalidArgument, Unsupported.")
+          "weights_only"_a = false, "batch_invariant"_a = false, "debug_workspace"_a = false, "kernel"_a = "",
+          R"(threads 0: OpenMP's default now. precision 'f32': without the roundings to 16 bit. weights_only:
+activations stay in 16 bit. batch_invariant: a token has the same bits whatever other tokens are in the call; on a CPU it
+always has, on a GPU it costs time where there are few tokens an expert. debug_workspace: canaries around every buffer,
+and on a GPU ids are checked, for which each call waits. kernel: only those whose name contains this. Kernels are those
+that `gatefold tune` found fastest here, if it has been run for this shape. Raises InvalidArgument, Unsupported.)")
       .def(
           "run", &Plan::run, "hidden"_a, "topk_ids"_a = nb::none(), "topk_weights"_a = nb::none(),
           nb::kw_only(), "router_logits"_a = nb::none(), "out"_a = nb::none(), "stream"_a = nb::none(),

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include <nanobind/stl/string.h>
@@ -51,11 +52,25 @@ std::string type_of(nb::handle object) {
   return nb::repr(object.type()).c_str();
 }
 
-cuda::Stream stream_of(nb::handle tensor, bool torch, int device) {
-  if (torch) return torch_stream(device);
-  if (package_of(tensor) != "cupy") return nullptr;
-  const nb::object stream = nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
-  return reinterpret_cast<cuda::Stream>(nb::cast<std::uintptr_t>(stream.attr("ptr")));
+/// DLPack's table of functions (DLPackExchangeAPI of its version 1), with which a type gives its tensors'
+/// places without a call into Python.
+struct ExchangeTable {
+  std::uint32_t major, minor;
+  const ExchangeTable* earlier;
+  void (*allocate)(), (*export_object)(), (*import_object)();
+  int (*view)(void* object, nb::dlpack::dltensor* out);
+  void (*stream)();
+};
+
+const ExchangeTable* exchange_table(nb::handle type) {
+  static const nb::handle name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+  const nb::object capsule = nb::getattr(type, name, nb::none());
+  if (capsule.is_none()) return nullptr;
+  const auto* table =
+      static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (table == nullptr) throw nb::python_error();
+  while (table != nullptr && table->major != 1) table = table->earlier;
+  return table;
 }
 
 }  // namespace
@@ -66,16 +81,23 @@ std::string package_of(nb::handle object) {
   return module.substr(0, module.find('.'));
 }
 
-Tensor::Tensor(nb::handle object, const char* name, bool writable) : name_(name) {
-  nb::object source = nb::borrow(object);
-  torch_ = nb::hasattr(object, "requires_grad");
-  if (torch_) {
-    if (nb::cast<bool>(object.attr("requires_grad")))
-      invalid(
-          fmt::format("{} requires a gradient, but this is inference only: pass {}.detach()", name, name));
-    // Torch's own function takes a third of the time of __dlpack__, and orders no streams.
-    source = nb::module_::import_("torch.utils.dlpack").attr("to_dlpack")(object);
+Tensor::Tensor(nb::handle object, const char* name, bool writable)
+    : name_(name), object_(nb::borrow(object)) {
+  static const nb::handle requires_grad = PyUnicode_InternFromString("requires_grad");
+  const nb::object gradient = nb::getattr(object, requires_grad, nb::none());
+  torch_ = !gradient.is_none();
+  if (torch_ && nb::cast<bool>(gradient))
+    invalid(fmt::format("{} requires a gradient, but this is inference only: pass {}.detach()", name, name));
+  const ExchangeTable* table = torch_ ? exchange_table(object.type()) : nullptr;
+  if (table != nullptr && table->view != nullptr) {
+    nb::dlpack::dltensor view;
+    if (table->view(object.ptr(), &view) != 0) throw nb::python_error();
+    read(view);
+    return;
   }
+  // Torch's own function orders no streams, as __dlpack__ does.
+  const nb::object source =
+      torch_ ? nb::module_::import_("torch.utils.dlpack").attr("to_dlpack")(object) : object_;
   if (!nb::try_cast(source, array_, false))
     throw nb::type_error(
         fmt::format("{} is a {}, expected a tensor (DLPack or buffer protocol)", name, type_of(object))
@@ -83,30 +105,46 @@ Tensor::Tensor(nb::handle object, const char* name, bool writable) : name_(name)
   nb::ndarray<> probe;
   if (writable && !torch_ && !nb::try_cast(object, probe, false))
     invalid(fmt::format("{} is read-only", name));
-  const auto dtype = find_dtype(array_.dtype());
+  read({const_cast<void*>(array_.data()),
+        {array_.device_type(), array_.device_id()},
+        static_cast<std::int32_t>(array_.ndim()),
+        array_.dtype(),
+        const_cast<std::int64_t*>(array_.shape_ptr()),
+        const_cast<std::int64_t*>(array_.stride_ptr())});
+}
+
+void Tensor::read(const nb::dlpack::dltensor& view) {
+  const auto dtype = find_dtype(view.dtype);
   if (!dtype)
-    invalid(fmt::format("{} has a type that is not known here (DLPack code {}, {} bits)", name,
-                        array_.dtype().code, array_.dtype().bits));
+    invalid(fmt::format("{} has a type that is not known here (DLPack code {}, {} bits)", name_,
+                        view.dtype.code, view.dtype.bits));
   dtype_ = *dtype;
-  if (array_.device_type() == nb::device::cuda::value)
-    device_ = Device::cuda(array_.device_id());
-  else if (array_.device_type() != nb::device::cpu::value &&
-           array_.device_type() != nb::device::cuda_host::value)
-    invalid(fmt::format("{} is on a device of DLPack type {}, expected a CPU or CUDA", name,
-                        array_.device_type()));
-  if (device_.kind == Device::Kind::cuda) stream_ = stream_of(object, torch_, device_.index);
-  for (std::size_t i = 0; i < array_.ndim(); ++i) {
-    shape_.push_back(static_cast<std::int64_t>(array_.shape(i)));
-    strides_.push_back(array_.stride(i));
-  }
-  data_ = static_cast<std::byte*>(const_cast<void*>(array_.data()));
+  if (view.device.device_type == nb::device::cuda::value)
+    device_ = Device::cuda(view.device.device_id);
+  else if (view.device.device_type != nb::device::cpu::value &&
+           view.device.device_type != nb::device::cuda_host::value)
+    invalid(fmt::format("{} is on a device of DLPack type {}, expected a CPU or CUDA", name_,
+                        view.device.device_type));
+  rank_ = static_cast<std::size_t>(view.ndim);
+  if (rank_ > kMaxRank)
+    invalid(fmt::format("{} has {} dimensions, expected at most {}", name_, rank_, kMaxRank));
+  std::copy_n(view.shape, rank_, shape_.begin());
+  std::copy_n(view.strides, rank_, strides_.begin());
+  data_ = static_cast<std::byte*>(view.data) + view.byte_offset;
+}
+
+cuda::Stream Tensor::stream() const {
+  if (torch_) return torch_stream(device_.index);
+  if (package_of(object_) != "cupy") return nullptr;
+  const nb::object stream = nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
+  return reinterpret_cast<cuda::Stream>(nb::cast<std::uintptr_t>(stream.attr("ptr")));
 }
 
 bool Tensor::contiguous() const {
   std::int64_t expected = 1;
-  for (const std::int64_t size : shape_)
+  for (const std::int64_t size : shape())
     if (size == 0) return true;
-  for (std::size_t i = shape_.size(); i-- > 0;) {
+  for (std::size_t i = rank_; i-- > 0;) {
     if (shape_[i] != 1 && strides_[i] != expected) return false;
     expected *= shape_[i];
   }
@@ -114,7 +152,7 @@ bool Tensor::contiguous() const {
 }
 
 std::string Tensor::shape_text() const {
-  return fmt::format("[{}]", fmt::join(shape_, ", "));
+  return fmt::format("[{}]", fmt::join(shape(), ", "));
 }
 
 void Tensor::wrong(const std::string& expected) const {
@@ -131,7 +169,7 @@ void Tensor::expect_shape(std::initializer_list<std::int64_t> shape, const char*
 void Tensor::expect_contiguous() const {
   if (!contiguous())
     invalid(fmt::format("{} {} has strides [{}], expected a contiguous tensor", name_, shape_text(),
-                        fmt::join(strides_, ", ")));
+                        fmt::join(std::span(strides_).first(rank_), ", ")));
 }
 
 void Tensor::expect_float() const {
@@ -154,7 +192,7 @@ MatrixView Tensor::matrix() const {
 }
 
 void Tensor::wait() const {
-  if (device_.kind == Device::Kind::cuda) check(cuda::synchronize(stream_));
+  if (device_.kind == Device::Kind::cuda) check(cuda::synchronize(stream()));
 }
 
 template <class T>

@@ -5,7 +5,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <array>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,16 +26,18 @@ class Tensor {
   /// that requires a gradient, or whose type or device is not known here.
   Tensor(nanobind::handle object, const char* name, bool writable = false);
 
-  const std::string& name() const { return name_; }
+  const char* name() const { return name_; }
   DType dtype() const { return dtype_; }
   Device device() const { return device_; }
-  std::size_t rank() const { return shape_.size(); }
+  std::size_t rank() const { return rank_; }
+  std::span<const std::int64_t> shape() const { return std::span(shape_).first(rank_); }
   std::int64_t size(std::size_t axis) const { return shape_[axis]; }
   std::int64_t stride(std::size_t axis) const { return strides_[axis]; }
   std::byte* data() const { return data_; }
   bool is_torch() const { return torch_; }
-  /// Of a tensor on a GPU: in which torch or cupy work now; of other libraries the default stream.
-  cuda::Stream stream() const { return stream_; }
+  /// Of a tensor on a GPU: in which torch or cupy work now; of other libraries the default stream. With the
+  /// GIL.
+  cuda::Stream stream() const;
   bool contiguous() const;
   std::string shape_text() const;
 
@@ -46,23 +50,27 @@ class Tensor {
   /// A contiguous [rows, cols] float tensor.
   MatrixView matrix() const;
 
-  /// Waits until what a GPU has been told to write into it is there.
+  /// Waits until what a GPU has been told to write into it is there. With the GIL.
   void wait() const;
   /// A contiguous tensor in host memory, as float or, of integers, std::int64_t.
   template <class T>
   std::vector<T> to_host() const;
 
  private:
+  static constexpr std::size_t kMaxRank = 8;
+
+  void read(const nanobind::dlpack::dltensor& view);
   [[noreturn]] void wrong(const std::string& expected) const;
 
-  std::string name_;
-  nanobind::ndarray<nanobind::ro> array_;
+  const char* name_;
+  nanobind::object object_;
+  nanobind::ndarray<nanobind::ro> array_;  ///< keeps what it points to; none of torch
   DType dtype_ = DType::f32;
   Device device_;
-  std::vector<std::int64_t> shape_, strides_;
+  std::size_t rank_ = 0;
+  std::array<std::int64_t, kMaxRank> shape_{}, strides_{};
   std::byte* data_ = nullptr;
   bool torch_ = false;
-  cuda::Stream stream_ = nullptr;
 };
 
 /// One matrix of a stack, in any strides; to be copied row by row where it is not contiguous or on a GPU.

@@ -24,7 +24,7 @@ TorchFunctions find_functions() {
   GATEFOLD_TORCH_FUNCTIONS(GATEFOLD_TORCH)
 #undef GATEFOLD_TORCH
   if (void* with_cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD); with_cuda != nullptr) {
-#define GATEFOLD_TORCH(result, name, arguments) find(with_cuda, found.name, #name, false);
+#define GATEFOLD_TORCH(result, name, arguments) find(with_cuda, found.name, #name, true);
     GATEFOLD_TORCH_CUDA_FUNCTIONS(GATEFOLD_TORCH)
 #undef GATEFOLD_TORCH
   }
@@ -50,18 +50,17 @@ void* torch_stream(std::int32_t device) {
 
 TorchMemory::TorchMemory(std::size_t bytes, std::int32_t device) {
   const TorchFunctions& torch = torch_functions();
-  const auto size = static_cast<std::int64_t>(bytes);
-  const std::int64_t stride = 1;
+  TorchGuard guard = nullptr;
   void* data = nullptr;
-  if (torch.aoti_torch_empty_strided(1, &size, &stride, torch.aoti_torch_dtype_uint8(),
-                                     torch.aoti_torch_device_type_cuda(), device, &tensor_) != 0 ||
-      torch.aoti_torch_get_data_ptr(tensor_, &data) != 0)
-    throw StatusError{{Code::io_error, fmt::format("torch has no {} bytes on GPU {}", bytes, device)}};
+  bool ok = torch.aoti_torch_create_cuda_guard(device, &guard) == 0;
+  ok = ok && torch.aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data) == 0;
+  if (guard != nullptr) torch.aoti_torch_delete_cuda_guard(guard);
+  if (!ok) throw StatusError{{Code::io_error, fmt::format("torch has no {} bytes on GPU {}", bytes, device)}};
   bytes_ = {static_cast<std::byte*>(data), bytes};
 }
 
 TorchMemory::~TorchMemory() {
-  if (tensor_ != nullptr) torch_functions().aoti_torch_delete_tensor_object(tensor_);
+  if (!bytes_.empty()) torch_functions().aoti_torch_cuda_caching_allocator_raw_delete(bytes_.data());
 }
 
 }  // namespace gatefold::python

@@ -12,6 +12,7 @@
 struct AtenTensorOpaque;
 struct StringOpaque;
 class TorchLibraryOpaque;
+struct CUDAGuardOpaque;
 
 namespace gatefold::python {
 
@@ -20,6 +21,7 @@ using TorchError = std::int32_t;
 using TorchTensor = AtenTensorOpaque*;
 using TorchString = StringOpaque*;
 using TorchLibrary = TorchLibraryOpaque*;
+using TorchGuard = CUDAGuardOpaque*;
 /// A boxed argument or result: a number or a handle in 64 bits.
 using TorchValue = std::uint64_t;
 using TorchKernel = void (*)(TorchValue* stack, std::uint64_t inputs, std::uint64_t outputs);
@@ -55,8 +57,12 @@ inline constexpr std::uint64_t kTorchVersion = 2ull << 56 | 10ull << 48;
   GATEFOLD_TORCH(TorchError, torch_string_c_str, (TorchString, const char**))                             \
   GATEFOLD_TORCH(TorchError, torch_delete_string, (TorchString))
 // Only where torch was built with CUDA:
-#define GATEFOLD_TORCH_CUDA_FUNCTIONS(GATEFOLD_TORCH) \
-  GATEFOLD_TORCH(TorchError, aoti_torch_get_current_cuda_stream, (std::int32_t, void**))
+#define GATEFOLD_TORCH_CUDA_FUNCTIONS(GATEFOLD_TORCH)                                              \
+  GATEFOLD_TORCH(TorchError, aoti_torch_get_current_cuda_stream, (std::int32_t, void**))           \
+  GATEFOLD_TORCH(TorchError, aoti_torch_create_cuda_guard, (std::int32_t, TorchGuard*))            \
+  GATEFOLD_TORCH(TorchError, aoti_torch_delete_cuda_guard, (TorchGuard))                           \
+  GATEFOLD_TORCH(TorchError, aoti_torch_cuda_caching_allocator_raw_alloc, (std::uint64_t, void**)) \
+  GATEFOLD_TORCH(TorchError, aoti_torch_cuda_caching_allocator_raw_delete, (void*))
 
 struct TorchFunctions {
 #define GATEFOLD_TORCH(result, name, arguments) result(*name) arguments = nullptr;
@@ -82,7 +88,6 @@ class TorchMemory {
   std::span<std::byte> bytes() const { return bytes_; }
 
  private:
-  TorchTensor tensor_ = nullptr;
   std::span<std::byte> bytes_;
 };
 

@@ -104,6 +104,14 @@ def test_checkpoint_layer_runs_and_is_kept_by_the_plan():
     assert plan.run(np.empty((0, 256), np.float32)).shape == (0, 256)
 
 
+def test_other_tokens_change_nothing():
+    p = plan("int4_g128_aint8", batch_invariant=True)
+    x, ids, topk_weights = inputs(33)
+    together = p.run(x, ids, topk_weights)
+    for part in (slice(0, 1), slice(1, 8), slice(8, 33)):
+        np.testing.assert_array_equal(p.run(x[part], ids[part], topk_weights[part]), together[part])
+
+
 def test_weights_may_go_after_packing():
     gate_up, down = weights()
     experts = gatefold.pack(gate_up, down, "int8", top_k=TOP_K)

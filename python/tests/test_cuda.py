@@ -81,6 +81,17 @@ def late_copy(x):
     return late.copy_(x)
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "mxfp4", "int4_g128_aint8"])
+def test_other_tokens_change_nothing(scheme):
+    module = experts(scheme, batch_invariant=True)
+    plan = gatefold.MoePlan.create(module.experts, batch_invariant=True)
+    tokens = tensors(65)
+    for call in (module, plan.run):
+        together = call(*tokens)
+        for part in (slice(0, 1), slice(1, 9), slice(9, 65)):
+            assert torch.equal(call(*(tensor[part] for tensor in tokens)), together[part])
+
+
 def test_work_is_queued_in_the_callers_stream(call):
     x, ids, w = tensors(3)
     expected = call(x, ids, w)
