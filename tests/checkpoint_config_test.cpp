@@ -78,6 +78,13 @@ json mixtral() {
   config["head_dim"] = nullptr;
   return config;
 }
+json olmoe() {
+  json config = qwen3();
+  for (const char* key : {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"})
+    config.erase(key);
+  config["model_type"] = "olmoe";
+  return config;
+}
 json deepseek() {
   json config = qwen3();
   config.erase("num_experts");
@@ -134,6 +141,15 @@ TEST(Config, Qwen2HasAGatedSharedExpert) {
   EXPECT_FALSE(config.qk_norm);
   EXPECT_FALSE(good(with(qwen2(), "qkv_bias", false)).attention_bias);
   EXPECT_EQ(good(with(qwen2(), "shared_expert_intermediate_size", 0)).moe.shared.intermediate, 0);
+}
+
+TEST(Config, Olmoe) {
+  const ModelConfig config = good(olmoe());
+  EXPECT_EQ(config.moe.experts, 16);
+  EXPECT_EQ(config.moe.intermediate, 512);
+  EXPECT_FALSE(config.moe.routing.renormalize);
+  EXPECT_EQ(config.is_moe, std::vector<bool>(4, true));
+  EXPECT_TRUE(good(with(olmoe(), "norm_topk_prob", true)).moe.routing.renormalize);
 }
 
 TEST(Config, Mixtral) {

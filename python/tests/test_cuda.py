@@ -280,7 +280,7 @@ def test_cupy():
 def test_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import gatefold.transformers as gt
-    from test_transformers import FAMILIES, IDS, tiny
+    from test_transformers import FAMILIES, GENERATE, IDS, tiny
 
     gt.register()
     run = lambda model: model(IDS.cuda()).logits.double().cpu().numpy()
@@ -291,7 +291,7 @@ def test_transformers(tmp_path):
             eager = run(model)
             model.set_experts_implementation("gatefold")
             assert 0 < relative(run(model), eager) <= 0.02, family
-            assert model.generate(IDS.cuda(), max_new_tokens=4, do_sample=False).shape == (1, 15)
+            assert model.generate(IDS.cuda(), **GENERATE).shape == (1, 15)
             gt.quantize_(model, "int8")
             quantized = run(model)
             assert 0 < relative(quantized, eager) <= 0.05, family

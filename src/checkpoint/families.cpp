@@ -47,6 +47,13 @@ void read_mixtral(Fields& fields, ModelConfig& config) {
   config.is_moe.assign(config.is_moe.size(), true);
 }
 
+void read_olmoe(Fields& fields, ModelConfig& config) {
+  config.moe.experts = fields.integer({"num_experts", "num_local_experts"}, {1, max_experts});
+  config.moe.intermediate = config.dense_intermediate;
+  config.moe.routing.renormalize = fields.boolean({"norm_topk_prob"}, false);
+  config.is_moe.assign(config.is_moe.size(), true);
+}
+
 void read_deepseek_v3(Fields& fields, ModelConfig& config) {
   MoeSpec& moe = config.moe;
   moe.experts = fields.integer({"n_routed_experts", "num_local_experts"}, {1, max_experts});
@@ -168,6 +175,7 @@ constexpr Family table[] = {
     family("qwen3_moe", "", read_qwen3_moe),
     family("qwen2_moe", "shared_expert", read_qwen2_moe),
     mixtral_family(),
+    family("olmoe", "", read_olmoe),
     family("deepseek_v3", "shared_experts", read_deepseek_v3),
     family("kimi_k2", "shared_experts", read_deepseek_v3),
     family("glm4_moe", "shared_experts", read_deepseek_v3),
