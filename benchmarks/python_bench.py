@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TINY = ROOT / "models/tiny-moe"
 
 
-def medians(calls, seconds=3.0, most=2000, between=lambda: None):
-    """us of each call, in turns; `between` is called before each and not timed."""
+def medians(calls, seconds=3.0, most=2000, between=lambda: None, burst=1):
+    """us of each call, in turns of so many calls in a row; `between` is called before each turn and not timed."""
     times = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -34,8 +34,9 @@ def medians(calls, seconds=3.0, most=2000, between=lambda: None):
         for name, call in calls.items():
             between()
             start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+            for _ in range(burst):
+                call()
+            times[name].append((time.perf_counter() - start) / burst)
     return {name: statistics.median(values) * 1e6 for name, values in times.items()}
 
 
@@ -47,7 +48,7 @@ def table(title, columns, rows):
 
 def overhead():
     """A call with no tokens: all that happens before and after the kernel. On a GPU also one token: with the launches,
-    but without waiting for them (the queue is emptied outside of what is timed)."""
+    but without waiting for them, in bursts that the queue holds (it is emptied outside of what is timed)."""
     weights = [torch.randn(4, 256, 128), torch.randn(4, 128, 128)]
     op, rows = torch.ops.gatefold.fused_experts, {}
     for device in ("cpu", "cuda") if gatefold.has_cuda and torch.cuda.is_available() else ("cpu",):
@@ -57,12 +58,12 @@ def overhead():
             arrays = np.zeros((tokens, 128), np.float32), np.zeros((tokens, 2), np.int32), np.zeros((tokens, 2), np.float32)
             tensors = [torch.from_numpy(array).to(device) for array in arrays]
             out, handle = torch.empty_like(tensors[0]), module.handle
-            calls = {"plan.run, torch": lambda: plan.run(*tensors), "plan.run, torch, out": lambda: plan.run(*tensors, out=out),
-                     "torch.ops.gatefold.fused_experts": lambda: op(*tensors, handle)}
+            calls = {"torch.empty_like": lambda: torch.empty_like(out), "plan.run, torch": lambda: plan.run(*tensors),
+                     "plan.run, torch, out": lambda: plan.run(*tensors, out=out), "torch.ops.gatefold.fused_experts": lambda: op(*tensors, handle)}
             if device == "cpu":
                 calls |= {"plan.run, numpy": lambda: plan.run(*arrays), "plan.run, numpy, out": lambda: plan.run(*arrays, out=arrays[0])}
             between = torch.cuda.synchronize if device == "cuda" else lambda: None
-            times = medians(calls, most=20000, between=between)
+            times = medians(calls, most=2000, between=between, burst=20)
             rows |= {f"{device}, {tokens} tokens: {name}": [value] for name, value in times.items()}
     table("Overhead of a call, us", ["us"], rows)
 
@@ -81,6 +82,11 @@ def model():
             for name, value in medians({name: lambda m=m: m(ids, use_cache=False) for name, m in models.items()}).items():
                 rows[name].append(value)
     table("tiny-moe through transformers, bf16, us a forward pass of so many tokens", counts, rows)
+    text = torch.tensor(list((TINY / "valid.txt").read_bytes()[:16384])).reshape(-1, 512)
+    with torch.no_grad():
+        for name, m in models.items():
+            logits = m(text).logits[:, :-1].float().flatten(0, 1)
+            print(f"{name}: {torch.nn.functional.cross_entropy(logits, text[:, 1:].flatten()).item() / np.log(2):.5f} bits per byte")
 
 
 def layer():
