@@ -195,8 +195,10 @@ class Experts(torch.nn.Module):
                                      None if scale is None else float(scale[0]),
                                      False if scale is None else bool(scale[1]))
 
-    def pack(self):
-        """Packs the weights in the buffers, where something else than load_state_dict() has put them."""
+    def pack(self, **options):
+        """Packs the weights in the buffers, where something else than load_state_dict() has put them. options: those of
+        the constructor that are not to be as they were."""
+        self._options |= options
         self._pack(self._matrix)
 
     def _pack(self, source):

@@ -84,7 +84,7 @@ class QuantizedExperts(_torch.Experts):
 
     @classmethod
     def empty(cls, module, top_k, scheme):
-        """Of the shapes of a module, without weights."""
+        """Of the shapes of a module, without weights; pack() says for which device."""
         experts, rows, hidden = module.gate_up_proj.shape
         if module.is_transposed:
             rows, hidden = hidden, rows
@@ -92,7 +92,7 @@ class QuantizedExperts(_torch.Experts):
         spec = _core.MoeSpec(scheme, experts=experts, top_k=top_k, hidden=hidden, intermediate=rows // 2,
                              activation=arguments["activation"], bias=module.has_bias,
                              act_dtype="f16" if module.gate_up_proj.dtype == torch.float16 else "bf16")
-        return cls(spec, device=arguments["device"], precision=arguments["precision"])
+        return cls(spec)
 
 
 @register_quantization_config(_NAME)
@@ -139,14 +139,14 @@ class GatefoldQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.directory is not None:
             for name in self._names:
-                beside = next(model.get_submodule(name.rpartition(".")[0]).parameters())
-                _replace(model, name, QuantizedExperts.load(config.directory, _layer(name), device=_device(beside)))
+                _replace(model, name, QuantizedExperts.load(config.directory, _layer(name), device=_device_beside(model, name)))
         elif self.pre_quantized:
-            for module in model.modules():
-                if isinstance(module, QuantizedExperts):
-                    module.pack()
-                    if not config.keep_state:
-                        module.drop_state()
+            for name in config.scheme:
+                experts = model.get_submodule(name)
+                device = _device_beside(model, name)
+                experts.pack(device=device, precision=_precision(model.dtype, device))
+                if not config.keep_state:
+                    experts.drop_state()
         else:
             _quantize(model, config.scheme, config.scale_search, config.keep_state)
         return model
@@ -223,6 +223,11 @@ def _device(tensor):
     return str(tensor.device) if tensor.is_cuda else "cpu"
 
 
+def _device_beside(model, name):
+    """Of the block that a module is in: where the loader has put the router."""
+    return _device(next(model.get_submodule(name.rpartition(".")[0]).parameters()))
+
+
 def _replace(model, name, experts):
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, experts)
@@ -244,9 +249,13 @@ def _arguments(module, top_k):
     weights = module.gate_up_proj
     bias = {name: getattr(module, f"{name.removesuffix('_bias')}_proj_bias") if module.has_bias else None
             for name in ("gate_up_bias", "down_bias")}
+    device = _device(weights)
     return {"top_k": top_k, "activation": _activation(module), "transposed": module.is_transposed,
-            "interleaved": not module.is_concatenated, "device": _device(weights),
-            "precision": "f32" if weights.dtype == torch.float32 and not weights.is_cuda else "native", **bias}
+            "interleaved": not module.is_concatenated, "device": device, "precision": _precision(weights.dtype, device), **bias}
+
+
+def _precision(dtype, device):
+    return "f32" if dtype == torch.float32 and device == "cpu" else "native"
 
 
 def _activation(module):

@@ -195,7 +195,7 @@ def test_bad_input():
         ("topk_weights is F16, expected F32 on a GPU", lambda: plan.run(x, ids, w.half())),
         ("out is on the CPU", lambda: plan.run(x, ids, w, out=x.cpu())),
         ("weights is on GPU 0, expected the CPU", lambda: gatefold.quantize(x, "int8")),
-        ("this machine has no GPU 99|GPU 99", lambda: experts(device="cuda:99")),
+        ("device 99: this machine has", lambda: experts(device="cuda:99")),
     ]:
         with pytest.raises(gatefold.Error, match=message):
             call()
