@@ -88,10 +88,18 @@ Tensor::Tensor(nb::handle object, const char* name, bool writable)
   torch_ = !gradient.is_none();
   if (torch_ && nb::cast<bool>(gradient))
     invalid(fmt::format("{} requires a gradient, but this is inference only: pass {}.detach()", name, name));
+  static const nb::handle is_neg = PyUnicode_InternFromString("is_neg");
+  if (torch_ && nb::cast<bool>(object.attr(is_neg)()))
+    invalid(
+        fmt::format("{} is a view whose signs are not those in memory: pass {}.resolve_neg()", name, name));
   const ExchangeTable* table = torch_ ? exchange_table(object.type()) : nullptr;
   if (table != nullptr && table->view != nullptr) {
     nb::dlpack::dltensor view;
-    if (table->view(object.ptr(), &view) != 0) throw nb::python_error();
+    if (table->view(object.ptr(), &view) != 0) {
+      const nb::python_error error;
+      const std::string why = nb::str(error.value()).c_str();
+      invalid(fmt::format("{} cannot be read: {}", name, why.substr(0, why.find('\n'))));
+    }
     read(view);
     return;
   }

@@ -45,6 +45,18 @@ def test_dlpack_of_every_float(dtype):
     assert torch.equal(y, experts_of(gate_up, down)(x.to(dtype), ids, topk_weights.to(dtype)))
 
 
+def test_weights_may_go_after_packing():
+    """Freed or resized: the packed ones are copies."""
+    gate_up, down = map(torch.from_numpy, weights())
+    gate_up, down = gate_up.clone(), down.clone()
+    module = Experts.quantize(gate_up, down, "int8", top_k=TOP_K)
+    plan = gatefold.MoePlan.create(gatefold.pack(gate_up, down, "int8", top_k=TOP_K))
+    expected = plan.run(*tensors(3))
+    gate_up.resize_(1).fill_(torch.nan)
+    del down
+    assert torch.equal(plan.run(*tensors(3)), expected) and torch.equal(module(*tensors(3)), expected)
+
+
 def test_no_tokens():
     plan = gatefold.MoePlan.create(experts().experts)
     assert plan.run(*tensors(0)).shape == (0, HIDDEN)
@@ -198,8 +210,18 @@ def test_bad_input():
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
-    with pytest.raises(gatefold.InvalidArgument, match="requires a gradient"):
-        gatefold.MoePlan.create(module.experts).run(x.clone().requires_grad_(), ids, w)
+    plan = gatefold.MoePlan.create(module.experts)
+    for message, call in [
+        ("hidden requires a gradient", lambda: plan.run(x.clone().requires_grad_(), ids, w)),
+        ("gate_up requires a gradient", lambda: gatefold.pack(torch.nn.Parameter(torch.zeros(4, 8, 8)), x, "bf16", top_k=1)),
+        ("hidden cannot be read: .*meta", lambda: plan.run(x.to("meta"), ids, w)),
+        ("hidden cannot be read", lambda: plan.run(x.to_sparse(), ids, w)),
+        ("hidden is a view whose signs", lambda: plan.run(torch._neg_view(x), ids, w)),
+        ("hidden has a type", lambda: plan.run(x.to(torch.complex64), ids, w)),
+        (r"topk_ids \[3, 2\] has strides \[1, 3\]", lambda: plan.run(x, ids.t().contiguous().t(), w)),
+    ]:
+        with pytest.raises(gatefold.InvalidArgument, match=message):
+            call()
     with pytest.raises(gatefold.InvalidArgument, match="gate_up is"):
         Experts.quantize(torch.zeros(4, 6, 8), torch.zeros(4, 8, 6), "bf16", top_k=1)
     handle = module.handle
