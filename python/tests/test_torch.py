@@ -225,7 +225,7 @@ def test_bad_input():
     with pytest.raises(gatefold.InvalidArgument, match="gate_up is"):
         Experts.quantize(torch.zeros(4, 6, 8), torch.zeros(4, 8, 6), "bf16", top_k=1)
     handle = module.handle
-    del module
+    del module, plan
     with pytest.raises(RuntimeError, match="handle of no packed experts"):
         ops.fused_experts(x, ids, w, handle)
 
