@@ -15,7 +15,7 @@ LAYERS = {
     "src/checkpoint": ["format/"],
     "src/quantize": ["format/"],
     "src/cpu": ["format/", "moe/kernel.h"],  # the seam
-    "src/cuda": ["format/", "moe/kernel.h", "quantize/gptq.h", "quantize/layer_quantizer.h"],
+    "src/cuda": ["format/", "moe/kernel.h", "quantize/gptq.h", "quantize/layer_quantizer.h", "quantize/smoothing.h"],
     "src/moe": ["format/", "checkpoint/", "quantize/", "cpu/", "cuda/"],
     "src/model": ["format/", "checkpoint/", "quantize/", "moe/"],
 }

@@ -249,7 +249,7 @@ Status Worker::quantize(const PlainExpert& expert, const Samples& samples,
     std::vector<float> y(static_cast<std::size_t>(samples_ * inner));
     if (Status status = copy(y.data(), inner_.as<float>(), y.size() * sizeof(float), stream_); !status.ok())
       return status;
-    down_scale_ = static_scale(inputs.activation_scale, scheme(inputs.scheme).activation, y, inner);
+    down_scale_ = inputs.down_scale(y);
   }
   if (Status status = add_up(inner, [&](auto begin, auto count) { return load_inner(begin, count); });
       !status.ok())

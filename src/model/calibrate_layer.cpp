@@ -13,9 +13,9 @@
 #include "gatefold/moe.h"
 #include "model/blas.h"
 #include "model/gram.h"
+#include "model/smoothing.h"
 #include "quantize/gptq.h"
 #include "quantize/grid.h"
-#include "quantize/smoothing.h"
 
 namespace gatefold {
 namespace {
@@ -110,17 +110,21 @@ Status Layer::start_device() {
   const bool on_cpu = options_.device.kind == Device::Kind::cpu;
   workers_ = on_cpu ? options_.threads : std::min(options_.threads, most_device_workers);
   if (on_cpu) return {};
-  auto device = cuda_layer_quantizer({.scheme = options_.scheme,
-                                      .method = options_.method,
-                                      .activation_scale = options_.activation_scale,
-                                      .tokens = tokens_,
-                                      .hidden = hidden_,
-                                      .inner = inner_,
-                                      .normed = stream_.normed.data(),
-                                      .residual = stream_.residual.data(),
-                                      .fold = fold_,
-                                      .input_scale = input_scale_},
-                                     workers_, options_.device.index);
+  auto device =
+      cuda_layer_quantizer({.scheme = options_.scheme,
+                            .method = options_.method,
+                            .tokens = tokens_,
+                            .hidden = hidden_,
+                            .inner = inner_,
+                            .normed = stream_.normed.data(),
+                            .residual = stream_.residual.data(),
+                            .fold = fold_,
+                            .input_scale = input_scale_,
+                            .down_scale =
+                                [this](const Floats& y) {
+                                  return static_scale(options_.activation_scale, activation_, y, inner_);
+                                }},
+                           workers_, options_.device.index);
   if (!device) return device.status();
   device_ = std::move(*device);
   return {};

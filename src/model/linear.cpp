@@ -6,7 +6,7 @@
 
 #include "format/row_kernels.h"
 #include "model/blas.h"
-#include "quantize/smoothing.h"
+#include "model/smoothing.h"
 
 namespace gatefold {
 namespace {

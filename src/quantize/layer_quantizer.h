@@ -4,6 +4,7 @@
 /// tokens that it sees.
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -38,12 +39,13 @@ struct Samples {
 struct LayerInputs {
   SchemeId scheme;
   Method method = Method::gptq;
-  ActivationScale activation_scale = ActivationScale::mse;
   std::int64_t tokens = 0, hidden = 0, inner = 0;  ///< T, H, I
   const float* normed = nullptr;                   ///< [T, H]: what experts read
   const float* residual = nullptr;                 ///< [T, H]: what their outputs are added to
   std::span<const float> fold = {};                ///< [H]: what gate and up are multiplied by, or nothing
-  std::optional<TensorScale> input_scale = {};     ///< static, of gate's and up's inputs: down gets one, too
+  std::optional<TensorScale> input_scale = {};     ///< static, of gate's and up's inputs
+  /// The same for inputs [rows, I] of down, in host memory; there if input_scale is.
+  std::function<TensorScale(const std::vector<float>& y)> down_scale = {};
 };
 
 /// Several experts are quantized at a time, each by a worker, 0 .. workers - 1, which one thread uses at a
@@ -67,7 +69,8 @@ class LayerQuantizer {
   virtual Status finish(float* residual) = 0;
 };
 
-/// search_smoothing on a GPU. Errors: cuda_layer_quantizer's. Memory: the matrices.
+/// What model/smoothing.h's search_smoothing finds, on a GPU. Errors: cuda_layer_quantizer's. Memory: the
+/// matrices.
 Result<std::vector<float>> cuda_search_smoothing(SchemeId id, bool maxima, bool powers_of_two,
                                                  const Sample& sample,
                                                  std::span<const std::vector<float>> matrices, int device);

@@ -13,8 +13,8 @@
 #include "gatefold/calibrate.h"
 #include "gatefold/decoder.h"
 #include "gpu.h"
+#include "model/smoothing.h"
 #include "quantize/layer_quantizer.h"
-#include "quantize/smoothing.h"
 
 namespace gatefold {
 namespace {
@@ -221,6 +221,7 @@ TEST_F(GptqGpuTest, RunsWhatIsQuantized) {
   cases.back().method = Method::smoothquant;
   cases.back().fold = fold;
   cases.back().input_scale = TensorScale{0.02f, false};
+  cases.back().down_scale = [](const Floats&) { return TensorScale{0.05f, false}; };
   for (const LayerInputs& inputs : cases) {
     const Outcome outcome = run_gpu(inputs, p);
     EXPECT_EQ(outcome.expert.gate.input_scale.has_value(), inputs.input_scale.has_value());
