@@ -11,17 +11,17 @@ namespace gatefold::cuda {
 namespace {
 
 /// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/performance.md): of a group of
-/// units in one item, or of a tile of groups; and for each token that is multiplied.
+/// units in one item, or of a tile of groups; for each token that is multiplied; and for each at its end.
 struct Costs {
-  double decode, token;
+  double decode, token, end;
 };
 Costs costs_of(int bits, const GemmChoice& choice) {
   if (choice.tuning.body == CudaTuning::Body::warps)
-    return {bits == 16 ? 92.0 : bits == 8 ? 62.0 : 43.0, 9.9};
-  if (choice.kernels[0].byte_order != 0 && choice.kernels[0].tokens > kFewTokensOfTile) return {400, 12};
-  if (choice.kernels[0].tokens == kFewTokensOfTile)
-    return {bits == 16 ? 600.0 : bits == 8 ? 900.0 : 750.0, 14.0};
-  return {bits == 16 ? 200.0 : bits == 8 ? 450.0 : 350.0, 17.0};
+    return {bits == 16 ? 92.0 : bits == 8 ? 62.0 : 43.0, 9.9, 0};
+  if (choice.kernels[0].byte_order != 0 && choice.kernels[0].tokens > kFewTokensOfTile) return {850, 6.7, 55};
+  if (choice.kernels[0].tokens <= kFewTokensOfTile)
+    return {bits == 16 ? 600.0 : bits == 8 ? 900.0 : 750.0, 14.0, 55};
+  return {bits == 16 ? 1000.0 : 1600.0, bits == 16 ? 11.0 : 7.2, 90};
 }
 constexpr double kReadBytes = 2980;   ///< that the device reads in a clock, from memory
 constexpr double kCacheBytes = 3680;  ///< and from its L2 cache
@@ -55,14 +55,14 @@ std::vector<Load> loads(const GemmWork& work, int tokens) {
   return all;
 }
 
-/// Tokens by which an item is multiplied: kernels have a faster way for fewer.
-int multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, double count) {
-  const int kernel_tokens = kernel.tokens;
-  if (kernel.byte_order != 0) return static_cast<int>(std::ceil(count / 32)) * 32;
+/// By how many tokens those of an expert are multiplied, in so many items: kernels have a faster way for
+/// fewer.
+double multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, double tokens, double items) {
   if (tuning.body == CudaTuning::Body::warps)
-    return count <= kernel_tokens / 2 ? std::max(kTileTokens, kernel_tokens / 2) : kernel_tokens;
-  if (kernel_tokens == kFewTokensOfTile) return count <= 32 ? 32 : 64;
-  return std::max(64, static_cast<int>(std::ceil(count / 32)) * 32);
+    return items *
+           (tokens <= items * kernel.tokens / 2 ? std::max(kTileTokens, kernel.tokens / 2) : kernel.tokens);
+  const bool two_steps = kernel.byte_order == 0 && kernel.tokens > kFewTokensOfTile;
+  return std::max(items * (two_steps ? 2 : 1), std::ceil(tokens / kTokenStepOfTile)) * kTokenStepOfTile;
 }
 
 constexpr double kSum = 4500;  ///< of a kernel that adds up parts
@@ -83,9 +83,9 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
     if (load.tokens == 0) continue;
     const double items = std::ceil(load.tokens / tile), of_items = items * load.experts * tiles_of_item;
     tiles += of_items;
-    clocks += of_items * steps *
-              (costs.decode +
-               costs.token * multiplied_tokens(choice.tuning, choice.kernels[0], load.tokens / items));
+    const double multiplied = multiplied_tokens(choice.tuning, choice.kernels[0], load.tokens, items);
+    clocks += of_items * steps * costs.decode +
+              load.experts * tiles_of_item * multiplied * (steps * costs.token + costs.end);
     cached += items * load.experts * bytes;
     read += load.experts * bytes;
   }

@@ -9,9 +9,8 @@
 namespace gatefold::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kPerThread = 8;  // neighbours in k
-constexpr int kPiece = kThreads * kPerThread;
+constexpr int kThreads = 256;   // at most: rows may be short
+constexpr int kPerThread = 8;   // neighbours in k
 constexpr int kMostBlocks = 8;  // of a row: a cluster
 
 struct Row {
@@ -62,7 +61,7 @@ __device__ float max_over_block(float x) {
   x = max_over(x, 32);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
   __syncthreads();
-  for (const float warp : warps) x = fmaxf(x, warp);
+  for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) x = fmaxf(x, warps[warp]);
   __syncthreads();
   return x;
 }
@@ -100,7 +99,7 @@ __device__ int expert_of(const InputArgs& args, std::int64_t row) {
   } else if (args.ids != nullptr) {
     expert = args.ids[row];
   } else if (args.offsets != nullptr) {
-    for (int begin = 0; begin < args.experts; begin += kThreads) {
+    for (int begin = 0; begin < args.experts; begin += static_cast<int>(blockDim.x)) {
       const int e = begin + static_cast<int>(threadIdx.x);
       expert += __syncthreads_count(e < args.experts && args.offsets[e + 1] <= row);
     }
@@ -121,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args
   wait_and_let_start(args);
   float amax = 0;
   if (expert_of(args, blockIdx.x) >= 0)
-    amax = amax_of_pieces(Row(args, blockIdx.x), threadIdx.x * kPerThread, kPiece, {});
+    amax = amax_of_pieces(Row(args, blockIdx.x), threadIdx.x * kPerThread, blockDim.x * kPerThread, {});
   amax = max_over_block(amax);
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
 }
@@ -203,8 +202,9 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   if (static_cast<int>(threadIdx.x) < args.copies)
     places.rows[threadIdx.x] = row_of(args, row.row * args.copies + threadIdx.x, expert);
   __syncthreads();
-  std::int64_t k = block * kPiece + static_cast<std::int64_t>(threadIdx.x) * kPerThread;
-  const std::int64_t step = static_cast<std::int64_t>(blocks) * kPiece;
+  const int piece = static_cast<int>(blockDim.x) * kPerThread;
+  std::int64_t k = block * piece + static_cast<std::int64_t>(threadIdx.x) * kPerThread;
+  const std::int64_t step = static_cast<std::int64_t>(blocks) * piece;
   float x[kPerThread];
   row.load(k, x);
 
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
         first = max(args.offsets[expert], 0);
         end = min(end, static_cast<std::int64_t>(args.offsets[expert + 1]));
       }
-      for (std::int64_t i = first + threadIdx.x; i < end; i += kThreads) amax = fmaxf(amax, args.amax[i]);
+      for (std::int64_t i = first + threadIdx.x; i < end; i += blockDim.x) amax = fmaxf(amax, args.amax[i]);
       scales = RowScales::of_amax<Activation>(max_over_block(amax));
     } else {
       scales = RowScales::of_amax<Activation>(max_over_cluster(amax_of_pieces(row, k + step, step, x)));
@@ -259,16 +259,18 @@ struct Plain {
 template <class Activation>
 cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.x.rows);
+  const auto numbers = static_cast<unsigned>(args.stride);
+  const unsigned threads = std::min<unsigned>(kThreads, (numbers / kPerThread + 31) / 32 * 32);
   if (Activation::operand.quantized() && Activation::operand.group.n == 0 && args.static_scales == nullptr)
     if (const auto error =
-            launch_dependent(row_amax_kernel, {.blocks = rows, .threads = kThreads, .stream = stream}, args);
+            launch_dependent(row_amax_kernel, {.blocks = rows, .threads = threads, .stream = stream}, args);
         error != cudaSuccess)
       return error;
-  const auto pieces = static_cast<unsigned>((args.stride + kPiece - 1) / kPiece);
+  const unsigned pieces = (numbers + threads * kPerThread - 1) / (threads * kPerThread);
   const unsigned cluster = std::min<unsigned>(pieces, kMostBlocks);
   const auto launch = [&](auto* kernel) {
     return launch_dependent(
-        kernel, {.blocks = rows * cluster, .threads = kThreads, .stream = stream, .cluster = cluster}, args);
+        kernel, {.blocks = rows * cluster, .threads = threads, .stream = stream, .cluster = cluster}, args);
   };
   if constexpr (are_bytes(byte_kind(Activation::operand)))
     if (args.order.bytes != 0) return launch(inputs_kernel<Activation, true>);

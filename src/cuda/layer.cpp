@@ -132,6 +132,7 @@ class LayerRun {
     round_mid(b_.routed, slots_, per_slot, down);
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
     second.bias = weights_.down_bias;
+    second.out_dtype = slots_dtype();
     launched(launch_gemm(down, second, multiprocessors(), stream_), "multiply by down");
 
     if (spec_.shared.intermediate != 0) run_shared();
@@ -151,6 +152,11 @@ class LayerRun {
     return !tiled() && slots_ <= kFewSlots && spec_.experts <= kFewExperts && choice_.whole;
   }
   bool tiled() const { return choice_.kernels[0].tiled; }
+  /// Of what down leaves of a slot. Many of them are half of what the sum reads and writes: if that is bf16,
+  /// they may be as well.
+  DType slots_dtype() const {
+    return tiled() && call_.outputs.hidden.dtype == DType::bf16 ? DType::bf16 : DType::f32;
+  }
   /// Of each slot, as given or as routed.
   const std::int32_t* ids() const {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_ids : b_.topk_ids.at(base_);
@@ -228,7 +234,8 @@ class LayerRun {
                          .items = b_.items.at(base_),
                          .item_count = b_.item_count.at(base_),
                          .expert_rows = b_.expert_rows.at(base_),
-                         .tokens = kernel.tokens},
+                         .tokens = kernel.tokens,
+                         .step = kernel.token_step()},
                         stream_);
   }
 
@@ -325,6 +332,7 @@ class LayerRun {
                            .top_k = spec_.top_k,
                            .experts = spec_.experts,
                            .slots = b_.routed.out.at(base_),
+                           .slots_dtype = slots_dtype(),
                            .positions = tiled() ? b_.slot_position.at(base_) : nullptr,
                            .ids = ids(),
                            .weights = slot_weights(),

@@ -250,7 +250,8 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
                          .items = buffers.items.at(base),
                          .item_count = buffers.item_count.at(base),
                          .expert_rows = buffers.expert_rows.at(base),
-                         .tokens = kernel.tokens};
+                         .tokens = kernel.tokens,
+                         .step = kernel.token_step()};
     if (Status status = cuda::check(launch_items(items, stream), "cut rows into items"); !status.ok())
       return status;
   }

@@ -116,6 +116,7 @@ struct InputOrder {
 };
 
 inline constexpr int kTileTokens = 8;
+inline constexpr int kTokenStepOfTile = 32;  ///< of those by warpgroups (moe_wgmma.cuh)
 
 struct GemmKernel {
   const void* function = nullptr;     ///< nullptr: there is none
@@ -129,6 +130,8 @@ struct GemmKernel {
   bool tiled = false;
   std::uint32_t byte_order = 0;  ///< InputOrder
 
+  /// Of so many tokens of an item, one costs as much as all.
+  int token_step() const { return tiled ? kTokenStepOfTile : kTileTokens; }
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
     return {tiled, packed_format(gatefold::scheme(id).weight).folded, byte_order};

@@ -103,100 +103,112 @@ struct Places {
 
 /// A tile by its item's tokens, at most N. Its first stage of weights is there.
 template <class T, int N>
-__device__ __forceinline__ void multiply_tile(const GemmArgs& args, const Tile& tile, const Stages<T>& stages,
+__device__ __forceinline__ void multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring,
                                               const RingBarriers<T>& barriers, Places& at,
                                               std::byte* memory) {
   constexpr PackedFormat P = T::P;
   constexpr int kBatches = kRecordColumns / T::batch;
+  const Stages<T>& stages = ring.stages;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int unit = warp * T::units, group = unit / kGroupUnits;
   UnitSums<T, N> to[T::units];
 #pragma unroll
   for (auto& sums : to) sums.clear();
   Fragments<T> fragments[2];
+  const auto release_weights = [&] {
+    if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
+    at.weights.advance(stages.weights);
+  };
 #pragma unroll 1
-  for (int step = 0; step < args.steps; ++step) {
-    const int of_stage = step % T::steps;
-    const std::uint32_t weights_full = barriers.weights_full + at.weights.index * 8;
-    const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
-    if (of_stage == 0) wait_barrier(weights_full, at.weights.parity);
-    wait_barrier(inputs_full, at.inputs.parity);
-    const std::byte* weights = memory + stages.weights_at + at.weights.index * T::weight_bytes;
-    const std::byte* record =
-        weights + group * T::group_bytes + of_stage * T::step_bytes + unit % kGroupUnits * T::record_bytes;
-    const std::byte* extra = T::P.apart()
-                                 ? weights + T::extras_at + group * T::group_extra_bytes +
-                                       of_stage * T::step_extra_bytes + unit % kGroupUnits * T::extra_stride
-                                 : record + T::P.value_bytes();
-    const std::byte* inputs = memory + at.inputs.index * stages.input_bytes;
-    const std::uint32_t columns = swizzled_rows(__shfl_sync(~0u, shared_address(inputs), 0));
-    const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
-    const float* x = reinterpret_cast<const float*>(inputs + 2 * stages.half) + lane % 4 * 2;  // scales
+  for (int step = 0;;) {
+    wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
+    const std::byte* const stage = memory + stages.weights_at + at.weights.index * T::weight_bytes;
+    const std::byte* const records = stage + group * T::group_bytes + unit % kGroupUnits * T::record_bytes;
+    const std::byte* const extras = T::P.apart() ? stage + T::extras_at + group * T::group_extra_bytes +
+                                                       unit % kGroupUnits * T::extra_stride
+                                                 : records + T::P.value_bytes();
+#pragma unroll
+    for (int of_stage = 0; of_stage < T::steps; ++of_stage) {
+      if (of_stage > 0 && step + of_stage == args.steps) break;
+      const bool first = of_stage % T::input_steps == 0,
+                 last = (of_stage + 1) % T::input_steps == 0 || step + of_stage + 1 == args.steps;
+      const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
+      if (first) wait_barrier(inputs_full, at.inputs.parity);
+      const std::byte* record = records + of_stage * T::step_bytes;
+      const std::byte* extra = extras + of_stage * (T::P.apart() ? T::step_extra_bytes : T::step_bytes);
+      const std::byte* inputs = memory + at.inputs.index * stages.input_bytes;
+      const std::uint32_t columns = add_bytes(swizzled_rows(__shfl_sync(~0u, shared_address(inputs), 0)),
+                                              of_stage % T::input_steps * 2 * stages.half);
+      const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
+      const float* x = reinterpret_cast<const float*>(inputs + 2 * stages.half) + lane % 4 * 2;  // scales
 
 #pragma unroll
-    for (int batch = 0; batch < kBatches; ++batch)
+      for (int batch = 0; batch < kBatches; ++batch)
 #pragma unroll
-      for (int u = 0; u < T::units; ++u) {
-        const RecordScales<P> scales(extra + u * T::extra_stride, lane);
-        Fragments<T>& a = fragments[(batch * T::units + u) % 2];
-        a.decode(record + u * T::record_bytes, scales, batch, lane);
-        if constexpr (T::scaled_groups)
-          if (batch * T::batch % P.group == 0) {
-            if constexpr (T::units == 1) wait_for_multiplies<0>();
-            to[u].change_unit(scales, batch * T::batch / P.group);
+        for (int u = 0; u < T::units; ++u) {
+          const RecordScales<P> scales(extra + u * T::extra_stride, lane);
+          Fragments<T>& a = fragments[(batch * T::units + u) % 2];
+          a.decode(record + u * T::record_bytes, scales, batch, lane);
+          if constexpr (T::scaled_groups)
+            if (batch * T::batch % P.group == 0) {
+              if constexpr (T::units == 1) wait_for_multiplies<0>();
+              to[u].change_unit(scales, batch * T::batch / P.group);
+            }
+          begin_multiplies();
+#pragma unroll
+          for (int i = 0; i < T::batch / 16; ++i) {
+            const int k = batch * T::batch + i * 16;
+            Wgmma<N, T::M>::run(to[u].to(), a.a[i], add_bytes(halves[k / 64], k % 64 * 2));
           }
-        begin_multiplies();
-#pragma unroll
-        for (int i = 0; i < T::batch / 16; ++i) {
-          const int k = batch * T::batch + i * 16;
-          Wgmma<N, T::M>::run(to[u].to(), a.a[i], add_bytes(halves[k / 64], k % 64 * 2));
+          commit_multiplies();
+          if (T::record_scales && batch + 1 == kBatches) {
+            wait_for_multiplies<0>();
+            if constexpr (T::record_scales) to[u].add_part(scales, 0, x);
+          } else if (batch * T::units + u + 1 < kBatches * T::units) {
+            wait_for_multiplies<1>();  // of the fragments that come next
+          } else {
+            wait_for_multiplies<0>();
+          }
         }
-        commit_multiplies();
-        if (T::record_scales && batch + 1 == kBatches) {
-          wait_for_multiplies<0>();
-          if constexpr (T::record_scales) to[u].add_part(scales, 0, x);
-        } else if (batch * T::units + u + 1 < kBatches * T::units) {
-          wait_for_multiplies<1>();  // of the fragments that come next
-        } else {
-          wait_for_multiplies<0>();
-        }
-      }
-    __syncwarp();
-    if (lane == 0) arrive(inputs_full + barriers.empty);
-    at.inputs.advance(stages.inputs);
-    if (of_stage + 1 < T::steps && step + 1 < args.steps) continue;
-    if (lane == 0) arrive(weights_full + barriers.empty);
-    at.weights.advance(stages.weights);
+      if (!last) continue;
+      __syncwarp();
+      if (lane == 0) arrive(inputs_full + barriers.empty);
+      at.inputs.advance(stages.inputs);
+    }
+    if ((step += T::steps) >= args.steps) break;
+    release_weights();
   }
+  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
+  __syncwarp();
+  release_weights();
 #pragma unroll
   for (auto& sums : to) sums.finish();
-  finish_tile<T, N>(args, tile, to, reinterpret_cast<float*>(memory + T::ring_bytes + warp * T::sums_bytes));
+  finish_tile<T, N>(args, tile, to);
 }
 
 /// With as few tokens as will do: N, N + token_step ..
 template <class T, int N>
-__device__ __forceinline__ void multiply_tile_of(const GemmArgs& args, const Tile& tile,
-                                                 const Stages<T>& stages, const RingBarriers<T>& barriers,
-                                                 Places& at, std::byte* memory) {
+__device__ __forceinline__ void multiply_tile_of(const GemmArgs& args, const WarpgroupRing<T>& ring,
+                                                 const RingBarriers<T>& barriers, int count, Places& at,
+                                                 std::byte* memory) {
   if constexpr (N < T::tokens) {
-    if (tile.count > N) {
-      multiply_tile_of<T, N + T::token_step>(args, tile, stages, barriers, at, memory);
+    if (count > N) {
+      multiply_tile_of<T, N + T::token_step>(args, ring, barriers, count, at, memory);
       return;
     }
   }
-  multiply_tile<T, N>(args, tile, stages, barriers, at, memory);
+  multiply_tile<T, N>(args, ring, barriers, at, memory);
 }
 
 template <class T>
 __device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const WarpgroupRing<T>& ring,
                                                std::byte* memory) {
   const RingBarriers<T> barriers(ring);
-  const Stages<T> stages = ring.stages;
   for (Places at;;) {
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
-    const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);
-    if (tile.count == 0) return;
-    multiply_tile_of<T, T::least_tokens>(args, tile, stages, barriers, at, memory);
+    const int count = read_by_lane_0(ring.tiles[at.weights.index]).count;
+    if (count == 0) return;
+    multiply_tile_of<T, T::least_tokens>(args, ring, barriers, count, at, memory);
   }
 }
 

@@ -31,8 +31,9 @@ GemmKernel kernel_for(InputKind input, int tokens) {
   const auto make = [&]<InputKind kInput>() {
     if constexpr (has_kind(S::id, kInput) && ByteTraits<S, kWide, kInput, true>::possible)
       if (input == kInput)
-        found = tokens <= kFewTokensOfTile ? kernel_of<ByteTraits<S, kWide, kInput, false>>()
-                                           : kernel_of<ByteTraits<S, kWide, kInput, true>>();
+        found = tokens <= ByteTraits<S, kWide, kInput, false>::tokens
+                    ? kernel_of<ByteTraits<S, kWide, kInput, false>>()
+                    : kernel_of<ByteTraits<S, kWide, kInput, true>>();
   };
   make.template operator()<InputKind::e4m3>();
   make.template operator()<InputKind::e4m3_record_scales>();

@@ -178,8 +178,7 @@ __device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, con
   } done[1];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) done[0].sums[i] = static_cast<float>(to.sums[i / to.each][i % to.each]);
-  finish_tile<T, N>(args, tile, done,
-                    reinterpret_cast<float*>(memory + T::ring_bytes + warp * T::sums_bytes));
+  finish_tile<T, N>(args, tile, done);
 }
 
 /// With as few pieces as will do.

@@ -24,8 +24,13 @@ struct ByteTraits {
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
-  /// Tokens of one multiply, and how many of these pieces an item has at most.
-  static constexpr int piece = 32, pieces = kMany ? 5 : 2, tokens = piece * pieces;
+  /// Tokens of one multiply, and how many of these pieces an item has at most. Registers of four warpgroups
+  /// do not hold two beside scales of records.
+  static constexpr int piece = kTokenStepOfTile,
+                       pieces = kMany           ? 5
+                                : record_scales ? 1
+                                                : 2,
+                       tokens = piece * pieces;
   static constexpr int units = 1, warps = kMany ? 12 : 16;  ///< units of a warp; warps that multiply
   static constexpr int threads = (warps + 4) * 32;
   static constexpr int groups = warps / kGroupUnits;  ///< of a tile
@@ -37,11 +42,7 @@ struct ByteTraits {
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   static constexpr int extras_at = groups * group_bytes,
                        weight_bytes = groups * (group_bytes + group_extra_bytes);
-  /// Of a warp that stores sums: 16 tokens, without bank conflicts.
-  static constexpr int sums_stride = kUnitRows + 4, sums_bytes = 16 * sums_stride * 4;
-  static constexpr int rest_bytes = warps * sums_bytes;
-  static constexpr int ring_bytes = (230400 - rest_bytes) / 1024 * 1024;
-  static constexpr int shared_bytes = ring_bytes + rest_bytes + 1024;
+  static constexpr int ring_bytes = 230400, shared_bytes = ring_bytes + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
 };
 

@@ -1,159 +1,251 @@
 #pragma once
 /// \file
-/// What follows the multiply of a tile (moe_wgmma.cuh): scales, biases, activation. Sums go through shared
-/// memory, 16 tokens of a warp's units at a time, so that lanes store neighbouring rows of a token.
+/// What follows the multiply of a tile (moe_wgmma.cuh): scales, biases, activation. All of it happens in the
+/// registers of the lanes that have the sums: a unit's rows lane / 4 and + 8, which are a channel's gate and
+/// up, by two tokens of each 8. Nothing waits for memory, and there are no branches between tokens, so that
+/// what is done for one of them hides the latency of another. Before 16-bit numbers are stored, lanes of
+/// neighbouring rows exchange one of both tokens, so that each has neighbours of one token.
 
 #include "cuda/moe_gemm_finish.cuh"
 #include "cuda/moe_wgmma_ring.cuh"
 
 namespace gatefold::cuda {
 
-/// What a lane finishes of each token: four neighbouring rows of a warp's units, or the gates and ups of two
-/// channels.
+/// min and max that are NaN where either is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+/// 2^x, off by 2^-22 of it.
+__device__ __forceinline__ float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+/// Tokens that are finished together: enough to hide what is done for one behind others, and little code.
+inline constexpr int kPieceTokens = 32;
+
+/// What a lane finishes of a unit and a piece of an item's tokens: sums 4 i and + 1 are the first row's by
+/// tokens 8 i + token_ and + 1, sums 4 i + 2 and + 3 the second one's.
 template <class T>
-struct LaneRows {
-  static constexpr int lanes = 4 * T::units;  ///< of a token
-  bool gate_up;
-  int unit, first;  ///< the lane's unit; of a matrix: its first row or channel
-  int at[2];        ///< among a token's sums: rows 0 and 1, 2 and 3
-  float scales[4], bias[4];
+class LaneRows {
+ public:
+  using Sums = float[kPieceTokens / 2];
 
-  __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile)
-      : gate_up(args.kind == GemmKind::gate_up) {
-    const int warp = static_cast<int>(threadIdx.x) / 32, part = static_cast<int>(threadIdx.x) % lanes;
-    unit = tile.first_group * kGroupUnits + warp * T::units + part / 4;
-    first = gate_up ? unit * 8 + part % 4 * 2 : unit * kUnitRows + part % 4 * 4;
-    at[0] = part / 4 * kUnitRows + (gate_up ? part % 4 * 2 : part % 4 * 4);
-    at[1] = at[0] + (gate_up ? 8 : 2);
-    const auto* row_scales = reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride) +
-                             (unit - part / 4) * kUnitRows;
-    const std::int64_t of_expert = static_cast<std::int64_t>(tile.expert) * args.rows;
-    const bool there = unit < args.groups * kGroupUnits;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (T::P.row_scale) scales[i] = there ? row_scales[at[i / 2] + i % 2] : 0.0f;
-      const float* from = gate_up && i >= 2 ? args.up_bias : args.bias;
-      const int row = first + (gate_up ? i % 2 : i);
-      bias[i] = from != nullptr && row < args.rows ? from[of_expert + row] : 0.0f;
-    }
+  __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, int of_warp)
+      : args_(args), tile_(tile), gate_up_(args.kind == GemmKind::gate_up) {
+    int thread;  // not a value that took a register during the multiply
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    lane_ = thread % 32;
+    unit_ = tile.first_group * kGroupUnits + thread / 32 * T::units + of_warp;
+    row_ = unit_ * (gate_up_ ? kUnitRows / 2 : kUnitRows) + lane_ / 4;
+    token_ = lane_ % 4 * 2;
+    odd_ = lane_ / 4 % 2;
   }
+  __device__ __forceinline__ bool there() const { return unit_ < args_.groups * kGroupUnits; }
 
-  /// Of a tile's tokens those from `begin` on, 16 at most, whose sums are there. A lane's tokens are finished
-  /// side by side, without branches between them.
-  __device__ __forceinline__ void finish(const GemmArgs& args, const Tile& tile, const float* sums,
-                                         int begin) const {
-    constexpr auto power = static_cast<float>(1 << decoded_power<T::P, T::M>());
-    const int token = static_cast<int>(threadIdx.x) % 32 / lanes, end = tile.count - begin;
-    const float* x_scales =
-        args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row + begin;
-    float values[kTokens][4];
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const float* own = sums + (token + i * kApart) * T::sums_stride;
-      const float2 low = *reinterpret_cast<const float2*>(own + at[0]);
-      const float2 high = *reinterpret_cast<const float2*>(own + at[1]);
-      const float x_scale =
-          x_scales != nullptr && token + i * kApart < end ? x_scales[token + i * kApart] : 1.0f;
-      const float both[4] = {low.x, low.y, high.x, high.y};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        values[i][j] = both[j] * (power * x_scale);
-        if constexpr (T::P.row_scale) values[i][j] *= scales[j];
-        values[i][j] += bias[j];
-      }
+  /// Sums become results, which are stored.
+  __device__ __forceinline__ void finish(Sums& sums) const {
+    scale(sums);
+    if (!gate_up_) {
+      args_.out_dtype == DType::f32 ? store_rows<float>(sums, [](float x) { return x; })
+                                    : store_narrow_rows(sums);
+      return;
     }
-    if (gate_up) activate_all(args.activation, values);
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      if (token + i * kApart >= end) continue;
-      const int of_tile = begin + token + i * kApart;
-      if (!gate_up)
-        store_rows(args, tile.first + of_tile, tile.expert * args.part_out, values[i]);
-      else if (args.out_tile_rows == 0)
-        store_channels(args, tile.first + of_tile, values[i]);
-      else
-        store_in_tiles(args, tile.row + of_tile, values[i]);
-    }
+    const Activation::Kind kind = args_.activation.kind;
+    kind == Activation::Kind::geglu || kind == Activation::Kind::geglu_tanh ? apply_geglu(sums)
+                                                                            : apply_swiglu(sums);
+    args_.out_tile_rows == 0 ? store_channels(sums) : store_in_tiles(sums);
   }
 
  private:
-  static constexpr int kApart = 32 / lanes, kTokens = 16 / kApart;  ///< of a lane
+  static constexpr int kEights = kPieceTokens / 8;
+
+  /// Tokens from this lane's one on that an item has; none of a row that the matrix lacks.
+  __device__ __forceinline__ int tokens_left(int token, int row) const {
+    return row < args_.rows ? tile_.count - token : 0;
+  }
+
+  __device__ __forceinline__ void scale(Sums& sums) const {
+    float factors[2], bias[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factors[r] = static_cast<float>(1 << decoded_power<T::P, T::M>());
+      if constexpr (T::P.row_scale)
+        factors[r] *= reinterpret_cast<const float*>(
+            args_.weights + tile_.expert * args_.expert_stride)[unit_ * kUnitRows + lane_ / 4 + 8 * r];
+      const float* from = gate_up_ && r == 1 ? args_.up_bias : args_.bias;
+      const int row = row_ + (gate_up_ ? 0 : 8 * r);
+      bias[r] = from != nullptr && row < args_.rows
+                    ? from[static_cast<std::int64_t>(tile_.expert) * args_.rows + row]
+                    : 0.0f;
+    }
+    if (const float* x_scales = args_.inputs.row_scales; x_scales != nullptr) {
+      x_scales += tile_.row + token_;
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) {
+        const float2 x = 8 * i < tile_.count ? *reinterpret_cast<const float2*>(x_scales + 8 * i) : float2{};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sums[4 * i + 2 * r] *= x.x;
+          sums[4 * i + 2 * r + 1] *= x.y;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPieceTokens / 2; ++i) sums[i] = fmaf(sums[i], factors[i / 2 % 2], bias[i / 2 % 2]);
+  }
 
   /// Gates and ups to channels, in the places of gates.
-  static __device__ __forceinline__ void activate_all(const Activation& by, float (&values)[kTokens][4]) {
-    if (by.kind == Activation::Kind::geglu || by.kind == Activation::Kind::geglu_tanh) {
+  __device__ __forceinline__ void apply_swiglu(Sums& sums) const {
+    const Activation& by = args_.activation;
+    const float power = -1.44269504f * by.alpha;
 #pragma unroll
-      for (auto& of : values)
+    for (int i = 0; i < kPieceTokens / 4; ++i) {
+      float& gate = sums[i / 2 * 4 + i % 2];
+      const float g = min_or_nan(gate, by.limit),
+                  up = max_or_nan(min_or_nan(sums[i / 2 * 4 + 2 + i % 2], by.limit), -by.limit);
+      gate = g * reciprocal(1.0f + power_of_two(power * g)) * (up + by.beta);
+    }
+  }
+  __device__ __forceinline__ void apply_geglu(Sums& sums) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) of[i] = activate(by, of[i], of[2 + i]);
-    } else {
-#pragma unroll
-      for (auto& of : values)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) of[i] = activate_swiglu(by, of[i], of[2 + i]);
+    for (int i = 0; i < kPieceTokens / 4; ++i) {
+      float& gate = sums[i / 2 * 4 + i % 2];
+      gate = activate(args_.activation, gate, sums[i / 2 * 4 + 2 + i % 2]);
     }
   }
 
   /// f32, in rows of channels.
-  __device__ __forceinline__ void store_channels(const GemmArgs& args, std::int64_t row,
-                                                 const float (&values)[4]) const {
-    auto* out = static_cast<float*>(args.out) + row * args.out_stride + first;
-    for (int i = 0; i < 2; ++i)
-      if (first + i < args.rows) out[i] = values[i];
-  }
-  __device__ __forceinline__ void store_in_tiles(const GemmArgs& args, std::int64_t row,
-                                                 const float (&values)[4]) const {
-    constexpr PackedFormat P = T::P;
-    const auto to = [&](int k) {
-      auto* out = static_cast<std::uint16_t*>(args.out);
-      return reinterpret_cast<std::uint32_t*>(out + tile_position(args.out_tile_rows, row, P.position(k)));
-    };
-    *to(first) = narrow_pair(first < args.rows ? values[0] : 0.0f, first + 1 < args.rows ? values[1] : 0.0f,
-                             args.out_dtype == DType::bf16);
-    // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
-    if (unit + 1 < args.groups * kGroupUnits) return;
-#pragma unroll 1
-    for (int pad = first + 8; pad < args.out_stride; pad += 8) *to(pad) = 0;
+  __device__ __forceinline__ void store_channels(const Sums& sums) const {
+    const int left = tokens_left(token_, row_);
+    auto* out = static_cast<float*>(args_.out) + (tile_.first + token_) * args_.out_stride + row_;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (8 * i + c < left) out[c * args_.out_stride] = sums[4 * i + c];
   }
 
-  __device__ __forceinline__ void store_rows(const GemmArgs& args, int row, std::int64_t part,
-                                             const float (&values)[4]) const {
-    const std::int64_t to = part + static_cast<std::int64_t>(row) * args.out_stride + first;
-    if (args.out_stride % 4 != 0 || first >= args.rows) {
-      for (int i = 0; i < 4; ++i)
-        if (first + i < args.rows) store(args, row, part + first + i, values[i]);
-    } else if (args.out_dtype == DType::f32) {
-      *reinterpret_cast<float4*>(static_cast<float*>(args.out) + to) = {values[0], values[1], values[2],
-                                                                        values[3]};
-    } else {
-      const bool bf16 = args.out_dtype == DType::bf16;
-      *reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(args.out) + to) = {
-          narrow_pair(values[0], values[1], bf16), narrow_pair(values[2], values[3], bf16)};
+  /// Where a slot's rows are.
+  __device__ __forceinline__ std::int64_t place(int slot) const {
+    return tile_.expert * args_.part_out + slot * args_.out_stride;
+  }
+
+  /// Both rows, as they are.
+  template <class Out, class Convert>
+  __device__ __forceinline__ void store_rows(const Sums& sums, Convert&& convert) const {
+    const int left = tokens_left(token_, row_), left_below = tokens_left(token_, row_ + 8);
+    auto* out = static_cast<Out*>(args_.out) + place(tile_.first + token_) + row_;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * i + c < left) out[c * args_.out_stride] = convert(sums[4 * i + c]);
+        if (8 * i + c < left_below) out[c * args_.out_stride + 8] = convert(sums[4 * i + 2 + c]);
+      }
+  }
+
+  /// Two tokens of this lane's row and those of its neighbour's become two rows of one: token_ + odd_.
+  __device__ __forceinline__ std::uint32_t exchange(std::uint32_t tokens) const {
+    return __byte_perm(tokens, __shfl_xor_sync(~0u, tokens, 4), odd_ == 0 ? 0x5410 : 0x3276);
+  }
+  static __device__ __forceinline__ std::uint32_t narrow_both(float low, float high, bool bf16) {
+    std::uint32_t pair;
+    if (bf16)
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+
+  /// 16 bits, in tiles; channels that the matrix lacks are 0.
+  __device__ __forceinline__ void store_in_tiles(const Sums& sums) const {
+    constexpr PackedFormat P = T::P;
+    const bool bf16 = args_.out_dtype == DType::bf16, zero = row_ >= args_.rows;
+    const int channel = row_ - odd_, token = token_ + odd_, left = tile_.count - token;
+    const auto word_of = [&](int k) {
+      return reinterpret_cast<std::uint32_t*>(
+          static_cast<std::uint16_t*>(args_.out) +
+          tile_position(args_.out_tile_rows, tile_.row + token, P.position(k)));
+    };
+    constexpr int eight = 8 * 64 / 2;  // rows, in words
+    std::uint32_t* out = word_of(channel);
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      const std::uint32_t word = exchange(zero ? 0 : narrow_both(sums[4 * i], sums[4 * i + 1], bf16));
+      if (8 * i < left) out[i * eight] = word;
+    }
+    // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
+    if (unit_ + 1 < args_.groups * kGroupUnits) return;
+#pragma unroll 1
+    for (int pad = channel + 8; pad < args_.out_stride; pad += 8) {
+      out = word_of(pad);
+#pragma unroll 1
+      for (int at = 0; at < left; at += 8, out += eight) *out = 0;
     }
   }
+
+  /// 16 bits: lanes of four rows exchange further, so that each has four neighbours of the first rows or of
+  /// the second ones.
+  __device__ __forceinline__ void store_narrow_rows(const Sums& sums) const {
+    const bool bf16 = args_.out_dtype == DType::bf16, second = lane_ / 8 % 2 != 0;
+    if (args_.out_stride % 4 != 0 || unit_ * kUnitRows + kUnitRows > args_.rows) {
+      store_rows<std::uint16_t>(sums, [&](float x) { return narrow(x, bf16); });
+      return;
+    }
+    const int row = row_ / 4 * 4 + (second ? 8 : 0), token = token_ + odd_, left = tile_.count - token;
+    auto* out = static_cast<std::uint16_t*>(args_.out) + place(tile_.first + token) + row;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride) {
+      const std::uint32_t low = exchange(narrow_both(sums[4 * i], sums[4 * i + 1], bf16)),
+                          high = exchange(narrow_both(sums[4 * i + 2], sums[4 * i + 3], bf16));
+      const std::uint32_t other = __shfl_xor_sync(~0u, second ? low : high, 8);
+      const uint2 four = second ? uint2{other, high} : uint2{low, other};
+      if (8 * i < left) *reinterpret_cast<uint2*>(out) = four;
+    }
+  }
+
+  const GemmArgs& args_;
+  const Tile& tile_;
+  bool gate_up_;
+  int lane_, unit_, row_;  ///< row_: of the matrix, the first row, or the channel
+  int token_, odd_;        ///< of 8 tokens, the first of this lane's two; whether the row is an odd one
 };
 
-/// `of`: the sums of a warp's units; `memory`: of the warp.
+/// `of`: the sums of a warp's units. Those that are finished are always in the first registers, for which
+/// there is code; the others move on.
 template <class T, int N, class Sums>
-__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile,
-                                            const Sums (&of)[T::units], float* memory) {
-  const int lane = threadIdx.x % 32;
-  const LaneRows<T> rows(args, tile);
+__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, Sums (&of)[T::units]) {
+  constexpr int each = kPieceTokens / 2;
+  auto& sums = of[0].sums;
 #pragma unroll 1
-  for (int piece = 0; piece * 16 < tile.count; ++piece) {
-    // Rows lane / 4 and + 8 by two columns of two tiles of 8 tokens.
+  for (int u = 0; u < T::units; ++u) {
+    Tile piece = tile;
+#pragma unroll 1
+    for (int left = tile.count; left > 0; left -= kPieceTokens) {
+      piece.count = static_cast<std::int16_t>(left);
+      const LaneRows<T> rows(args, piece, u);
+      if (!rows.there()) return;  // nor are the others
+      float own[each];
 #pragma unroll
-    for (int own = 0; own < N / 16; ++own)
-      if (own == piece)
+      for (int i = 0; i < each; ++i) own[i] = sums[i];
+      rows.finish(own);
 #pragma unroll
-        for (int u = 0; u < T::units; ++u)
+      for (int i = 0; i < N / 2 - each; ++i) sums[i] = sums[i + each];
+      piece.first += kPieceTokens;
+      piece.row += kPieceTokens;
+    }
+    if constexpr (T::units > 1)
 #pragma unroll
-          for (int i = 0; i < 8; ++i)
-            memory[(i / 4 * 8 + lane % 4 * 2 + i % 2) * T::sums_stride + u * 16 + lane / 4 + i / 2 % 2 * 8] =
-                of[u].sums[own * 8 + i];
-    __syncwarp();
-    if (rows.unit < args.groups * kGroupUnits) rows.finish(args, tile, memory, piece * 16);
-    __syncwarp();
+      for (int i = 0; i < N / 2; ++i) sums[i] = of[T::units - 1].sums[i];
   }
 }
 

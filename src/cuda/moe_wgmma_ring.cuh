@@ -31,7 +31,7 @@ struct WarpgroupTraits {
   static constexpr int tokens = !kMany || record_scales ? kFewTokensOfTile
                                 : P.value.bits == 16    ? 128
                                                         : kManyTokensOfTile;
-  static constexpr int least_tokens = kMany ? 64 : 32, token_step = 32;
+  static constexpr int least_tokens = kMany ? 64 : 32, token_step = kTokenStepOfTile;
   static constexpr int units = kMany ? 2 : 1;  ///< of a warp
   static constexpr int warps = 16 / units;     ///< that multiply
   static constexpr int threads = (warps + 4) * 32;
@@ -44,16 +44,13 @@ struct WarpgroupTraits {
 
   /// Of a stage of weights: copies of less than 4 KB are slow.
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;
+  static constexpr int input_steps = kMany ? 1 : steps;  ///< of a stage of activations, which is then small
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   static constexpr int extras_at = groups * group_bytes,
                        weight_bytes = groups * (group_bytes + group_extra_bytes);
-  /// Of a warp that stores sums: 16 tokens, without bank conflicts.
-  static constexpr int sums_stride = units * kUnitRows + 4, sums_bytes = 16 * sums_stride * 4;
-  static constexpr int rest_bytes = warps * sums_bytes;
-  static constexpr int ring_bytes = (230400 - rest_bytes) / 1024 * 1024;
-  static constexpr int shared_bytes = ring_bytes + rest_bytes + 1024;
+  static constexpr int ring_bytes = 230400, shared_bytes = ring_bytes + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
-  static_assert(ring_bytes >= 2 * (weight_bytes + tokens * 256 + (record_scales ? 1024 : 0)));
+  static_assert(ring_bytes >= 2 * (weight_bytes + tokens * 256 * input_steps + (record_scales ? 1024 : 0)));
 };
 
 /// The stages of both rings, where items have at most so many tokens, a multiple of 8. Activations come
@@ -66,10 +63,12 @@ struct Stages {
   Stages() = default;
   __device__ explicit Stages(int tokens)
       : half(tokens * 128),
-        input_bytes(2 * half + (T::record_scales ? 1024 : 0)),
-        inputs(min(tokens <= 32                 ? 6
-                   : tokens <= kFewTokensOfTile ? 4
-                                                : 3,
+        input_bytes(2 * T::input_steps * half + (T::record_scales ? 1024 : 0)),
+        inputs(min((tokens <= 32                 ? 6
+                    : tokens <= kFewTokensOfTile ? 4
+                                                 : 3) /
+                           T::input_steps +
+                       (T::input_steps > 1),
                    (T::ring_bytes - 2 * T::weight_bytes) / input_bytes)),
         weights_at(inputs * input_bytes),
         weights(min(T::most_stages, (T::ring_bytes - weights_at) / T::weight_bytes)) {}
@@ -205,13 +204,13 @@ __device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, s
     const int rows = (tile.count + 7) / 8 * 8;
     const int first = tile.expert * args.part_steps;
     const std::uint16_t* from = in.rows + tile.row * std::int64_t{64} + first * 2 * half;
-    for (int step = 0; step < args.steps; ++step, from += 2 * half) {
+    for (int step = 0; step < args.steps; step += T::input_steps) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
       std::byte* to = memory + place.index * stages.input_bytes;
       std::uint64_t* full = ring.inputs_full + place.index;
-      expect_bytes(full, rows * (2 * 128 + (T::record_scales ? 4 : 0)));
-      copy_bulk(to, from, rows * 128, full);
-      copy_bulk(to + stages.half, from + half, rows * 128, full);
+      const int halves = 2 * min(T::input_steps, args.steps - step);
+      expect_bytes(full, rows * (halves * 128 + (T::record_scales ? 4 : 0)));
+      for (int i = 0; i < halves; ++i, from += half) copy_bulk(to + i * stages.half, from, rows * 128, full);
       if constexpr (T::record_scales)
         copy_bulk(to + 2 * stages.half, in.record_scales + (first + step) * in.tile_rows + tile.row, rows * 4,
                   full);

@@ -1,3 +1,5 @@
+#include <cuda_bf16.h>
+
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
 #include "cuda/slots.h"
@@ -40,15 +42,18 @@ __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args
     const int expert = i >= active ? 0 : all_of_them ? i : args.active_experts[i];
     const int first = max(args.expert_offsets[expert], 0),
               last = max(min(args.expert_offsets[expert + 1], args.rows), first);
-    const int tokens = i < active ? last - first : 0, least = (tokens + args.tokens - 1) / args.tokens;
-    const int each = least == 0 ? 8 : ((tokens + least - 1) / least + 7) / 8 * 8;
+    const int tokens = i < active ? last - first : 0, items = (tokens + args.tokens - 1) / args.tokens;
+    const int steps = (tokens + args.step - 1) / args.step;
     int all_items = 0, all_rows = 0;
-    int at = count + exclusive_sum<kItemThreads>((tokens + each - 1) / each, &all_items);
+    const int at = count + exclusive_sum<kItemThreads>(items, &all_items);
     const int row = rows + exclusive_sum<kItemThreads>((tokens + 7) / 8 * 8, &all_rows);
     if (args.expert_rows != nullptr && i < active) args.expert_rows[expert] = row - first;
-    for (int token = 0; token < tokens && at < args.most_items; token += each)
-      args.items[at++] = {static_cast<std::int16_t>(expert),
-                          static_cast<std::int16_t>(min(each, tokens - token)), first + token};
+    for (int item = 0, begin_at = 0; item < items && at + item < args.most_items; ++item) {
+      const int end_at = min(tokens, steps * (item + 1) / items * args.step);
+      args.items[at + item] = {static_cast<std::int16_t>(expert),
+                               static_cast<std::int16_t>(end_at - begin_at), first + begin_at};
+      begin_at = end_at;
+    }
     count += all_items;
     rows += all_rows;
   }
@@ -92,6 +97,17 @@ __device__ float shared_weight(const CombineArgs& args, int token) {
 }
 
 /// kPerThread numbers of a slot; those from `count` on are 0.
+__device__ __forceinline__ float4 load_slot(const __nv_bfloat16* x, int count) {
+  uint2 pairs{};
+  if (count == kPerThread && reinterpret_cast<std::uintptr_t>(x) % 8 == 0) {
+    pairs = *reinterpret_cast<const uint2*>(x);
+  } else {
+    const auto* codes = reinterpret_cast<const std::uint16_t*>(x);
+    for (int i = 0; i < count; ++i) (i < 2 ? pairs.x : pairs.y) |= codes[i] << (i % 2 * 16);
+  }
+  return {__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
+          __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)};
+}
 __device__ __forceinline__ float4 load_slot(const float* x, int count) {
   if (count == kPerThread && reinterpret_cast<std::uintptr_t>(x) % 16 == 0)
     return *reinterpret_cast<const float4*>(x);
@@ -99,6 +115,7 @@ __device__ __forceinline__ float4 load_slot(const float* x, int count) {
 }
 
 /// Block (i, t): a piece of token t. All loads of eight slots are begun before the first is used.
+template <class Slot>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -118,7 +135,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
         const std::int64_t slot =
             static_cast<std::int64_t>(token) * args.top_k + min(first + k, args.top_k - 1);
         const std::int64_t row = args.positions == nullptr ? slot : max(args.positions[slot], 0);
-        x[k] = load_slot(args.slots + row * args.hidden + h, count);
+        x[k] = load_slot(static_cast<const Slot*>(args.slots) + row * args.hidden + h, count);
         weights[k] = args.weights[slot];
         there[k] = first + k < args.top_k &&
                    static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
@@ -170,8 +187,9 @@ cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream) {
 cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream) {
   constexpr int piece = kCombineThreads * kPerThread;
   const dim3 blocks((args.hidden + piece - 1) / piece, args.tokens < 65535 ? args.tokens : 65535);
-  return launch_dependent(combine_kernel, {.blocks = blocks, .threads = kCombineThreads, .stream = stream},
-                          args);
+  const Launch launch{.blocks = blocks, .threads = kCombineThreads, .stream = stream};
+  return args.slots_dtype == DType::bf16 ? launch_dependent(combine_kernel<__nv_bfloat16>, launch, args)
+                                         : launch_dependent(combine_kernel<float>, launch, args);
 }
 
 cudaError_t launch_sum(const SumArgs& args, cudaStream_t stream) {

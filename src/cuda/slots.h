@@ -9,8 +9,8 @@
 
 namespace gatefold::cuda {
 
-/// Cuts the tokens of every expert in use into equal items of at most `tokens`, a multiple of 8; experts in
-/// ascending order.
+/// Cuts the tokens of every expert in use into as few items of at most `tokens` as will do, which are
+/// multiples of `step`, but for the rest, and differ by no more than that; experts in ascending order.
 struct ItemArgs {
   const std::int32_t* active_experts = nullptr;  ///< nullptr: all of them, 0 .. experts - 1
   const std::int32_t* active_count = nullptr;
@@ -20,8 +20,8 @@ struct ItemArgs {
   std::int32_t most_items = 0;  ///< that there is room for
   Item* items = nullptr;
   std::int32_t* item_count = nullptr;
-  std::int32_t* expert_rows = nullptr;  ///< GemmArgs::expert_rows; or nullptr
-  std::int32_t tokens = kTileTokens;
+  std::int32_t* expert_rows = nullptr;                    ///< GemmArgs::expert_rows; or nullptr
+  std::int32_t tokens = kTileTokens, step = kTileTokens;  ///< tokens: a multiple of step; step: of 8
 };
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
 
@@ -29,7 +29,8 @@ cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
 /// shared[t], in f32, in that order.
 struct CombineArgs {
   std::int32_t tokens = 0, hidden = 0, top_k = 0, experts = 0;
-  const float* slots = nullptr;             ///< [tokens, top_k, hidden], or, with positions, [.., hidden]
+  const void* slots = nullptr;              ///< [tokens, top_k, hidden], or, with positions, [.., hidden]
+  DType slots_dtype = DType::f32;           ///< f32 or bf16
   const std::int32_t* positions = nullptr;  ///< [tokens, top_k] where slots are, or nullptr
   const std::int32_t* ids = nullptr;   ///< [tokens, top_k]; slots of ids that no expert has are not there
   const float* weights = nullptr;      ///< [tokens, top_k]

@@ -1,0 +1,75 @@
+// Layers whose results are bf16, beside the same ones in f32.
+#include "../moe_layer.h"
+#include "gatefold/codec.h"
+#include "gpu.h"
+#include "moe/host_calls.h"
+
+namespace gatefold {
+namespace {
+
+struct Routed {
+  std::vector<std::int32_t> ids;
+  std::vector<float> weights;
+};
+
+class NarrowResults : public GpuTest {
+ protected:
+  /// A layer's results for all of `x`, codes of bf16.
+  template <class Number>
+  static std::vector<Number> run(const MoePlan& plan, const ExpertWeights& weights,
+                                 const std::vector<std::uint16_t>& x, const Routed& routed, DType type) {
+    const int hidden = plan.spec().hidden;
+    const auto rows = static_cast<std::int64_t>(x.size()) / hidden;
+    std::vector<Number> out(x.size());
+    auto calls = HostCalls::create(plan);
+    EXPECT_TRUE(calls.ok()) << calls.status().message();
+    const Status status = calls->run(plan, weights,
+                                     {.hidden = {x.data(), DType::bf16, rows, hidden},
+                                      .topk_ids = routed.ids.data(),
+                                      .topk_weights = routed.weights.data()},
+                                     {.hidden = {out.data(), type, rows, hidden}});
+    EXPECT_TRUE(status.ok()) << status.message();
+    return out;
+  }
+};
+
+// What tiles leave of slots is bf16 then: that may be as far off as the results' own rounding, at most 2^-9.
+TEST_F(NarrowResults, OfEveryCandidate) {
+  for (const int hidden : {256, 170}) {
+    MoeSpec spec;
+    spec.scheme = SchemeId::fp8_channel;
+    spec.experts = 3;
+    spec.top_k = 2;
+    spec.hidden = hidden;
+    spec.intermediate = 128;
+    Layer layer(spec);
+    PlanOptions options{.max_tokens = 301, .debug_workspace = true};
+    const ExpertWeights weights = layer.weights(options, Device::cuda());
+    const auto any = MoePlan::create(spec, options, Device::cuda());
+    ASSERT_TRUE(any.ok()) << any.status().message();
+    for (const CudaCandidate& candidate : any->candidates(301))
+      for (const std::size_t tokens : {90, 301}) {
+        SCOPED_TRACE(testing::Message() << describe(candidate.tuning) << ", " << tokens << " tokens");
+        options.cuda_tuning = candidate.tuning;
+        std::vector<std::uint16_t> x;
+        for (const float number : layer.numbers(tokens * static_cast<std::size_t>(hidden), 1.0f))
+          x.push_back(static_cast<std::uint16_t>(encode<formats::bf16>(number)));
+        Routed routed;
+        for (std::size_t t = 0; t < tokens; ++t)
+          for (std::size_t i = 0; i < 2; ++i) {
+            routed.ids.push_back(static_cast<std::int32_t>((t * t + i) % 3));
+            routed.weights.push_back(i == 0 ? 0.625f : 0.375f);
+          }
+        const auto plan = MoePlan::create(spec, options, Device::cuda());
+        ASSERT_TRUE(plan.ok()) << plan.status().message();
+        const auto expected = run<float>(*plan, weights, x, routed, DType::f32);
+        std::vector<float> out;
+        for (const std::uint16_t code : run<std::uint16_t>(*plan, weights, x, routed, DType::bf16))
+          out.push_back(decode<formats::bf16>(code));
+        EXPECT_LE(relative_l2(out, {expected.begin(), expected.end()}), 0x1p-8);
+      }
+  }
+}
+
+}  // namespace
+}  // namespace gatefold
