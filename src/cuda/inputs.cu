@@ -9,7 +9,7 @@
 namespace gatefold::cuda {
 namespace {
 
-constexpr int kThreads = 256;   // at most: rows may be short
+constexpr int kThreads = 256;   // of a row at most
 constexpr int kPerThread = 8;   // neighbours in k
 constexpr int kMostBlocks = 8;  // of a row: a cluster
 
@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   if (static_cast<int>(threadIdx.x) < args.copies)
     places.rows[threadIdx.x] = row_of(args, row.row * args.copies + threadIdx.x, expert);
   __syncthreads();
-  const int piece = static_cast<int>(blockDim.x) * kPerThread;
+  // Known in advance where rows are only copied: deepseek-v3 with 4096 tokens loses 3 % of a layer otherwise.
+  const int piece = (a.quantized() ? static_cast<int>(blockDim.x) : kThreads) * kPerThread;
   std::int64_t k = block * piece + static_cast<std::int64_t>(threadIdx.x) * kPerThread;
   const std::int64_t step = static_cast<std::int64_t>(blocks) * piece;
   float x[kPerThread];
@@ -260,7 +261,9 @@ template <class Activation>
 cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.x.rows);
   const auto numbers = static_cast<unsigned>(args.stride);
-  const unsigned threads = std::min<unsigned>(kThreads, (numbers / kPerThread + 31) / 32 * 32);
+  // Short rows are rounded by as many threads as they need.
+  const unsigned needed = Activation::operand.quantized() ? (numbers / kPerThread + 31) / 32 * 32 : kThreads;
+  const unsigned threads = std::min<unsigned>(kThreads, needed);
   if (Activation::operand.quantized() && Activation::operand.group.n == 0 && args.static_scales == nullptr)
     if (const auto error =
             launch_dependent(row_amax_kernel, {.blocks = rows, .threads = threads, .stream = stream}, args);
