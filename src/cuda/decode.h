@@ -67,15 +67,20 @@ GATEFOLD_HD std::uint32_t merge(std::uint32_t a, std::uint32_t b, std::uint32_t 
 #endif
 }
 
-/// a - b by the units that multiply, which have less to do here than those of logic and shifts.
-GATEFOLD_HD std::uint32_t subtract(std::uint32_t a, std::uint32_t b) {
+/// Four bytes of low and high, which the low nibbles of `selector` name; those with their highest bit set:
+/// copies of the byte's sign.
+GATEFOLD_HD std::uint32_t select_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
+  std::uint32_t selected = 0;
 #ifdef __CUDA_ARCH__
-  std::uint32_t difference;
-  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(~0u), "r"(a));
-  return difference;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(selected) : "r"(low), "r"(high), "r"(selector));
 #else
-  return a - b;
+  for (int i = 0; i < 4; ++i) {
+    const std::uint32_t at = selector >> (4 * i) & 15, word = at % 8 < 4 ? low : high;
+    const std::uint32_t byte = word >> (at % 4 * 8) & 0xff;
+    selected |= (at < 8 ? byte : byte < 0x80 ? 0 : 0xff) << (8 * i);
+  }
 #endif
+  return selected;
 }
 
 /// The upper byte of each half, as its lower one.
@@ -133,12 +138,13 @@ template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* out) {
   constexpr float unit = M == formats::bf16 ? 0x1p124f : 0x1p15f;  // smallest subnormal to 2^-9
   constexpr Pair low = both<M>(unit), high = both<M>(unit / 16);
-  constexpr Pair offset = both<M>(-0x1p-9f * static_cast<float>(code_offset(P.value)));
+  constexpr Pair offset = both<M>(-0x1p-9f * static_cast<float>(1 << (P.value.bits - 1)));
   const Pair start = P.zeros ? term : offset;
   if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
-      out[2 * w] = multiply_add<M>(words[w] & 0x00ff00ffu, low, start);
-      out[2 * w + 1] = multiply_add<M>(upper_bytes(words[w]), low, start);
+      const std::uint32_t codes = words[w] ^ 0x80808080u;  // which count from 0
+      out[2 * w] = multiply_add<M>(codes & 0x00ff00ffu, low, start);
+      out[2 * w + 1] = multiply_add<M>(upper_bytes(codes), low, start);
     }
   } else {
     const std::uint32_t upper = words[0] >> 8;
@@ -158,18 +164,14 @@ GATEFOLD_HD Pair scale_bytes(Pair moved, Pair term) {
   return multiply<M>(moved, power);
 }
 
-/// e4m3, a word: see code_bit.
+/// e4m3, a word. A byte below copies of its sign: a shift brings both to where M has them.
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_e4m3(std::uint32_t word, Pair term, Pair* out) {
-  if constexpr (M == formats::f16) {  // fields are three bits further left
-    out[0] = select(word, 0x80008000u, word << 3 & 0x3f803f80u);
-    out[1] = select(word << 4, 0x80008000u, select(word << 7, 0x07800780u, word >> 1 & 0x38003800u));
-  } else {
-    out[0] = word & 0x87f087f0u;
-    const std::uint32_t rest = subtract(word, out[0]);  // whose neighbours are 0, so that one merge will do
-    out[1] = merge(rest << 4, rest >> 4, 0xf8f0f8f0u);
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t halves = select_bytes(word, word, i == 0 ? 0xa280 : 0xb391);
+    const Pair moved = M == formats::f16 ? halves << 7 & 0xbf80bf80u : halves << 4 & 0x87f087f0u;
+    out[i] = scale_bytes<P, M>(moved, term);
   }
-  for (int i = 0; i < 2; ++i) out[i] = scale_bytes<P, M>(out[i], term);
 }
 
 /// e5m2, a word.

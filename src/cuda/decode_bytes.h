@@ -18,22 +18,6 @@ constexpr int byte_power(Format value, Format m) {
   return value == formats::int4 && m == formats::int8 ? -4 : 0;
 }
 
-/// Four bytes of low and high, which the low nibbles of `selector` name; those with their highest bit set:
-/// copies of the byte's sign.
-GATEFOLD_HD std::uint32_t select_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
-  std::uint32_t selected = 0;
-#ifdef __CUDA_ARCH__
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(selected) : "r"(low), "r"(high), "r"(selector));
-#else
-  for (int i = 0; i < 4; ++i) {
-    const std::uint32_t at = selector >> (4 * i) & 15, word = at % 8 < 4 ? low : high;
-    const std::uint32_t byte = word >> (at % 4 * 8) & 0xff;
-    selected |= (at < 8 ? byte : byte < 0x80 ? 0 : 0xff) << (8 * i);
-  }
-#endif
-  return selected;
-}
-
 /// e4m3 of first .. first + 3.
 constexpr std::uint32_t e4m3_of_four(int first) {
   std::uint32_t word = 0;
@@ -45,14 +29,8 @@ constexpr std::uint32_t e4m3_of_four(int first) {
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode8_bytes(const std::uint32_t* words, std::uint32_t (&out)[2]) {
   static_assert(fits_bytes(P.value, M));
-  if constexpr (P.value == formats::int8) {
-    for (int w = 0; w < 2; ++w) out[w] = words[w] ^ 0x80808080u;
-  } else if constexpr (P.value == formats::e4m3) {
-    for (int w = 0; w < 2; ++w) {  // see code_bit
-      const std::uint32_t word = words[w];
-      const std::uint32_t first = merge(word << 4, word, 0x7f007f00u);
-      out[w] = merge(word >> 8, merge(word >> 4, first, 0x00800080u), 0x00700070u);
-    }
+  if constexpr (P.value.bits == 8) {
+    for (int w = 0; w < 2; ++w) out[w] = words[w];
   } else if constexpr (M == formats::int8) {
     out[0] = (words[0] << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
     out[1] = (words[0] & 0xf0f0f0f0u) ^ 0x80808080u;

@@ -61,8 +61,7 @@ double multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, dou
   if (tuning.body == CudaTuning::Body::warps)
     return items *
            (tokens <= items * kernel.tokens / 2 ? std::max(kTileTokens, kernel.tokens / 2) : kernel.tokens);
-  const bool two_steps = kernel.byte_order == 0 && kernel.tokens > kFewTokensOfTile;
-  return std::max(items * (two_steps ? 2 : 1), std::ceil(tokens / kTokenStepOfTile)) * kTokenStepOfTile;
+  return std::max(items * kernel.least_tokens, std::ceil(tokens / kernel.token_step) * kernel.token_step);
 }
 
 constexpr double kSum = 4500;  ///< of a kernel that adds up parts

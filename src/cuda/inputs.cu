@@ -168,8 +168,10 @@ __device__ __forceinline__ void store_bytes(const InputArgs& args, Places& place
   const PackedFormat p{.folded = args.order.folded};
   const int lane = threadIdx.x % 32, column = lane * kPerThread % kRecordColumns;
   std::uint32_t* own = places.columns[threadIdx.x / 32];
+  const int block = p.block_of(column), quarter = p.quarter_of(column);
   for (int half = 0; half < 2; ++half)
-    own[lane / 16 * 32 + p.block_of(column) * 8 + half * 4 + p.quarter_of(column)] =
+    own[lane / 16 * 32 +
+        (args.order.of_rows ? quarter * 8 + block * 2 + half : block * 8 + half * 4 + quarter)] =
         __byte_perm(words[0], words[1], args.order.bytes >> (16 * half));
   __syncwarp();
   const uint4 piece = reinterpret_cast<const uint4*>(own)[lane % 16];

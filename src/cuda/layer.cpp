@@ -235,7 +235,7 @@ class LayerRun {
                          .item_count = b_.item_count.at(base_),
                          .expert_rows = b_.expert_rows.at(base_),
                          .tokens = kernel.tokens,
-                         .step = kernel.token_step()},
+                         .step = kernel.token_step},
                         stream_);
   }
 

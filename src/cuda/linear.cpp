@@ -251,7 +251,7 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
                          .item_count = buffers.item_count.at(base),
                          .expert_rows = buffers.expert_rows.at(base),
                          .tokens = kernel.tokens,
-                         .step = kernel.token_step()};
+                         .step = kernel.token_step};
     if (Status status = cuda::check(launch_items(items, stream), "cut rows into items"); !status.ok())
       return status;
   }

@@ -39,15 +39,16 @@ struct Columns {
 /// The scales of an item's tokens 2 (lane % 4) and + 1 of each tile, where they belong to records.
 template <class T>
 struct ColumnScales {
-  const float* scales[T::record_scales ? T::tiles : 1][2];
+  std::int32_t offsets[T::record_scales ? T::tiles : 1][2];
 
   __device__ void set(const GemmArgs& args, const Items& items, const Round& round, int lane) {
     const GemmInputs& in = args.inputs;
     for (int t = 0; t < T::tiles; ++t)
       for (int c = 0; c < 2; ++c) {
         const int token = min(t * kTileTokens + lane % 4 * 2 + c, round.count - 1);
-        const std::int64_t row = items.slot(round.first + token) / in.slots_of_row;
-        scales[t][c] = in.record_scales + row * (in.stride / kRecordColumns) + round.expert * args.part_steps;
+        const int row = items.slot(round.first + token) / in.slots_of_row;
+        offsets[t][c] =
+            row * static_cast<std::int32_t>(in.stride / kRecordColumns) + round.expert * args.part_steps;
       }
   }
 };
@@ -67,15 +68,43 @@ __device__ __forceinline__ void load_words(const std::byte* from, std::uint32_t*
       reinterpret_cast<uint4*>(words)[i] = reinterpret_cast<const uint4*>(from)[i];
 }
 
-/// The codes that a lane has of `kLines` lines.
-template <int kLines>
-struct Codes {
-  alignas(16) std::uint32_t words[kLines * 4];
+/// The codes that a lane has of kBlocks blocks of 32 columns (a multiple of them from column 0 on).
+template <PackedFormat P, int kBlocks>
+class Codes {
+  static constexpr int per_row = P.value.bits / 4;  // words of 8 codes
+  static constexpr int words = kBlocks * 2 * per_row;
 
-  __device__ __forceinline__ void load(const std::byte* lines, int lane) {
+ public:
+  __device__ __forceinline__ void load(const std::byte* record, int first_block, int lane) {
+    if constexpr (P.value.bits == 8) {
+      const int at = lane / 4 * kRecordColumns + (lane % 4 * 2 ^ lane / 4) * 16,
+                next = 16 - lane / 4 % 2 * 32;
 #pragma unroll
-    for (int i = 0; i < kLines; ++i) load_words<16>(lines + i * kLineBytes + lane * 16, words + 4 * i);
+      for (int i = 0; i < kBlocks; i += 2)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          constexpr int bytes = kBlocks == 1 ? 8 : 16;
+          alignas(16) std::uint32_t row[4];  // two blocks
+          const std::byte* from = record + at + (first_block + i) / 2 * next + r * 8 * kRecordColumns;
+          load_words<bytes>(from + first_block % 2 * 8, row);
+          for (int word = 0; word < bytes / 4; ++word)
+            words_[((i + word / 2) * 2 + r) * 2 + word % 2] = row[word];
+        }
+    } else if constexpr (words >= 4) {
+#pragma unroll
+      for (int i = 0; i < words / 4; ++i)
+        load_words<16>(record + (first_block * 2 * per_row / 4 + i) * kLineBytes + lane * 16, words_ + 4 * i);
+    } else {
+      load_words<8>(record + first_block / 2 * kLineBytes + lane * 16 + first_block % 2 * 8, words_);
+    }
   }
+  /// 8 codes of a block, of row lane / 4 or + 8.
+  __device__ __forceinline__ const std::uint32_t* row(int block, int r) const {
+    return words_ + (2 * block + r) * per_row;
+  }
+
+ private:
+  alignas(16) std::uint32_t words_[words];
 };
 
 /// Scales and zero points of a record, for rows lane / 4 and + 8; folded: of this lane's columns.
@@ -156,17 +185,16 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const std::
                                               const std::byte* stage, const Columns<T>& columns, int lane,
                                               const float (&x_scales)[T::tiles][2], Sums<T>& sums) {
   constexpr PackedFormat P = T::P;
-  constexpr int per_row = P.value.bits / 4;  // words of 8 codes
   const RecordScales<P> scales[kGroupUnits] = {{extra, lane}, {extra + T::extra_stride, lane}};
   // Codes are read ahead of what needs them by as many blocks of 32 columns as registers have room for.
-  constexpr int kAhead = kTiles == 1 && P.value.bits == 4 ? 4 : 2, kLines = kAhead * per_row / 2;
+  constexpr int kAhead = kTiles == 1 && P.value.bits == 4 ? 4 : 2;
   Sums<T> parts = {};  // of a group of columns
 #pragma unroll
   for (int half = 0; half < kRecordColumns / 32 / kAhead; ++half) {
-    Codes<kLines> codes[kGroupUnits];
+    Codes<P, kAhead> codes[kGroupUnits];
 #pragma unroll
     for (int unit = 0; unit < kGroupUnits; ++unit)
-      codes[unit].load(step + unit * T::record_bytes + half * kLines * kLineBytes, lane);
+      codes[unit].load(step + unit * T::record_bytes, half * kAhead, lane);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int block = half * kAhead + i;
@@ -174,8 +202,7 @@ __device__ __forceinline__ void multiply_step(const std::byte* step, const std::
 #pragma unroll
       for (int unit = 0; unit < kGroupUnits; ++unit)
         for (int r = 0; r < 2; ++r)
-          decode8<P, T::M>(codes[unit].words + (2 * i + r) * per_row,
-                           scales[unit].template term<T::M>(block, r), rows[unit][r]);
+          decode8<P, T::M>(codes[unit].row(i, r), scales[unit].template term<T::M>(block, r), rows[unit][r]);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const uint4 x = columns.load(stage, t, block);
@@ -218,7 +245,8 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
       float x_scales[T::tiles][2];
       if constexpr (T::record_scales)
         for (int t = 0; t < T::tiles; ++t)
-          for (int c = 0; c < 2; ++c) x_scales[t][c] = column_scales.scales[t][c][step + slice];
+          for (int c = 0; c < 2; ++c)
+            x_scales[t][c] = args.inputs.record_scales[column_scales.offsets[t][c] + step + slice];
       // Without branches inside, loads of one tile overlap with multiplies of another.
       const std::byte* own = stage + warp * T::step_bytes;
       const std::byte* extra =

@@ -112,17 +112,20 @@ inline constexpr int kMostInt8Columns = 1 << 16;
 /// or codes, a byte each, in the order of column_of_byte.
 struct InputOrder {
   bool tiled = false, folded = false;
+  bool of_rows = false;     ///< codes are multiplied by weights of 8 bits
   std::uint32_t bytes = 0;  ///< byte_order, of codes
 };
 
 inline constexpr int kTileTokens = 8;
-inline constexpr int kTokenStepOfTile = 32;  ///< of those by warpgroups (moe_wgmma.cuh)
+inline constexpr int kTokenStepOfTile = 32;  ///< of most kernels by warpgroups (moe_wgmma.cuh)
 
 struct GemmKernel {
   const void* function = nullptr;     ///< nullptr: there is none
   int threads = 0, shared_bytes = 0;  ///< of a team; of a block, beside its teams' bytes
   int teams = 1, team_bytes = 0;      ///< the most of a block
   int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
+  int token_step = kTileTokens;       ///< of so many tokens of an item, one costs as much as all,
+  int least_tokens = kTileTokens;     ///< and of so many in any case
   int step_bytes = 0;
   int tile_groups = 1;  ///< groups of units that a block multiplies together
   int team_groups = 1;  ///< groups that keep a team's warps busy, by items of all their tokens
@@ -130,11 +133,10 @@ struct GemmKernel {
   bool tiled = false;
   std::uint32_t byte_order = 0;  ///< InputOrder
 
-  /// Of so many tokens of an item, one costs as much as all.
-  int token_step() const { return tiled ? kTokenStepOfTile : kTileTokens; }
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
-    return {tiled, packed_format(gatefold::scheme(id).weight).folded, byte_order};
+    const PackedFormat p = packed_format(gatefold::scheme(id).weight);
+    return {tiled, p.folded, p.value.bits == 8, byte_order};
   }
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.

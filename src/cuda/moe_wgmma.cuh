@@ -21,19 +21,13 @@ struct Fragments {
 
   __device__ __forceinline__ void decode(const std::byte* record, const RecordScales<T::P>& scales, int batch,
                                          int lane) {
-    constexpr PackedFormat P = T::P;
-    constexpr int per_row = P.value.bits / 4;  // words of 8 codes
-    constexpr int words = blocks * 2 * per_row;
-    Codes<(words + 3) / 4> codes;
-    if constexpr (words >= 4)
-      codes.load(record + batch * words / 4 * kLineBytes, lane);
-    else
-      load_words<8>(record + batch / 2 * kLineBytes + lane * 16 + batch % 2 * 8, codes.words);
+    Codes<T::P, blocks> codes;
+    codes.load(record, batch * blocks, lane);
 #pragma unroll
     for (int i = 0; i < 2 * blocks; ++i) {
       const int block = i / 2, r = i % 2;
       Pair row[4];
-      decode8<P, T::M>(codes.words + i * per_row, scales.template term<T::M>(batch * blocks + block, r), row);
+      decode8<T::P, T::M>(codes.row(block, r), scales.template term<T::M>(batch * blocks + block, r), row);
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[2 * block + j / 2][2 * (j % 2) + r] = row[j];
     }

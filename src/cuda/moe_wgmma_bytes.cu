@@ -1,5 +1,6 @@
 #include "cuda/moe_gemm_table.cuh"
 #include "cuda/moe_wgmma_bytes.cuh"
+#include "cuda/moe_wgmma_rows.cuh"
 
 namespace gatefold::cuda {
 namespace {
@@ -19,6 +20,8 @@ GemmKernel kernel_of() {
           .threads = T::threads,
           .shared_bytes = T::shared_bytes,
           .tokens = T::tokens,
+          .token_step = T::token_step,
+          .least_tokens = T::least_tokens,
           .step_bytes = T::step_bytes,
           .tile_groups = T::groups,
           .tiled = true,

@@ -1,6 +1,7 @@
 #pragma once
 /// \file
-/// What warpgroups of moe_wgmma.cuh multiply in 8 bits: weights decoded to bytes, by activations' codes.
+/// What warpgroups of moe_wgmma.cuh multiply in 8 bits: weights of 4 bits, decoded to bytes, by activations'
+/// codes.
 ///
 /// A record is four multiplies of 32 columns by a piece of the tokens. Sums of e4m3 products lose bits as
 /// they grow (wgmma_bytes.cuh): so those of a record are kept by themselves, and become part of the others in
@@ -15,10 +16,15 @@
 
 namespace gatefold::cuda {
 
+/// Tokens of one multiply, and how many of these pieces an item has at most.
+inline constexpr int kPiece = kTokenStepOfTile;
+template <class T>
+inline constexpr int kMostPieces = T::tokens / kPiece;
+
 /// The sums of so many pieces of an item's tokens by the rows of a unit, and those of a record by two pieces.
 template <class T, int kPieces>
 struct ByteSums {
-  static constexpr int each = T::piece / 2;
+  static constexpr int each = kPiece / 2;
   using Product = std::conditional_t<T::M == formats::int8, std::int32_t, float>;
   std::conditional_t<T::parts, float, Product> sums[kPieces][each];
   Product part[2][T::parts ? each : 1];
@@ -51,7 +57,7 @@ struct ByteSums {
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         float scale = of_rows[i / 2 % 2];
-        if constexpr (T::record_scales) scale *= x_scales[piece * T::piece + i / 4 * 8 + i % 2];
+        if constexpr (T::record_scales) scale *= x_scales[piece * kPiece + i / 4 * 8 + i % 2];
         sums[piece][i] = fmaf(in_f32(part[piece % 2][i]), scale, sums[piece][i]);
       }
     }
@@ -70,18 +76,16 @@ struct ByteSums {
 /// A of the multiplies of a record, decoded from the codes that a lane has, a line of them at a time.
 template <class T>
 struct ByteFragments {
-  static constexpr int per_row = T::P.value.bits / 4;  ///< words of 8 codes
-  static constexpr int of_line = 2 / per_row;          ///< blocks of 32 columns
   std::uint32_t a[kRecordColumns / 32][4];
-  Codes<1> codes;
+  Codes<T::P, 2> codes;
 
-  /// `record`: from this lane's first byte on. The blocks of a line come one after the other.
+  /// `record`: from this lane's first byte on. Blocks come one after the other.
   __device__ __forceinline__ void decode(const std::byte* record, int block) {
-    if (block % of_line == 0) codes.load(record + block / of_line * kLineBytes, 0);
+    if (block % 2 == 0) codes.load(record, block, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       std::uint32_t row[2];
-      decode8_bytes<T::P, T::M>(codes.words + (block % of_line * 2 + r) * per_row, row);
+      decode8_bytes<T::P, T::M>(codes.row(block % 2, r), row);
       a[block][r] = row[0];
       a[block][2 + r] = row[1];
     }
@@ -139,7 +143,7 @@ __device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, con
       begin_multiplies();
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const std::uint32_t b = add_bytes(columns, piece * T::piece * kRecordColumns + block * 32);
+        const std::uint32_t b = add_bytes(columns, piece * kPiece * kRecordColumns + block * 32);
         if (block == 0)
           to.template multiply<true>(piece, fragments.a[block], b);
         else
@@ -172,7 +176,7 @@ __device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, con
   __syncwarp();
   if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
   at.weights.advance(S::weights);
-  constexpr int N = kPieces * T::piece;
+  constexpr int N = kPieces * kPiece;
   struct {
     float sums[N / 2];
   } done[1];
@@ -186,8 +190,8 @@ template <class T, int kPieces>
 __device__ __forceinline__ void multiply_tile_of_pieces(const GemmArgs& args, const WarpgroupRing<T>& ring,
                                                         const RingBarriers<T>& barriers, int count,
                                                         Places& at, std::byte* memory) {
-  if constexpr (kPieces < T::pieces) {
-    if (count > kPieces * T::piece) {
+  if constexpr (kPieces < kMostPieces<T>) {
+    if (count > kPieces * kPiece) {
       multiply_tile_of_pieces<T, kPieces + 1>(args, ring, barriers, count, at, memory);
       return;
     }
@@ -196,7 +200,7 @@ __device__ __forceinline__ void multiply_tile_of_pieces(const GemmArgs& args, co
 }
 
 template <class T>
-requires(T::bytes) __device__ __forceinline__
+requires(T::bytes && !T::from_memory) __device__ __forceinline__
     void multiply_tiles(const GemmArgs& args, const WarpgroupRing<T>& ring, std::byte* memory) {
   const RingBarriers<T> barriers(ring);
   for (Places at;;) {

@@ -17,20 +17,24 @@ struct ByteTraits {
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
   static constexpr bool bytes = true, record_scales = Plain::record_scales;
+  /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
+  static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
   static constexpr bool parts = M == formats::e4m3 || Plain::scaled_groups;
   /// Operands that it can take.
-  static constexpr bool possible = fits_bytes(P.value, M) && P.group == kRecordColumns && !P.zeros;
+  static constexpr bool possible = fits_bytes(P.value, M) && P.group == kRecordColumns && !P.zeros &&
+                                   (!from_memory || P.record_bytes() == P.value_bytes());
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
-  /// Tokens of one multiply, and how many of these pieces an item has at most. Registers of four warpgroups
-  /// do not hold two beside scales of records.
-  static constexpr int piece = kTokenStepOfTile,
-                       pieces = kMany           ? 5
-                                : record_scales ? 1
-                                                : 2,
-                       tokens = piece * pieces;
+  /// The most of an item; registers of four warpgroups that decode do not hold more than 32 beside scales of
+  /// records.
+  static constexpr int tokens = kMany                           ? kManyTokensOfTile
+                                : record_scales && !from_memory ? 32
+                                                                : kFewTokensOfTile;
+  /// The kernel is there for so many tokens, and for multiples of steps.
+  static constexpr int least_tokens = kMany ? 64 : 32,
+                       token_step = kMany && from_memory ? 16 : kTokenStepOfTile;
   static constexpr int units = 1, warps = kMany ? 12 : 16;  ///< units of a warp; warps that multiply
   static constexpr int threads = (warps + 4) * 32;
   static constexpr int groups = warps / kGroupUnits;  ///< of a tile
@@ -41,7 +45,8 @@ struct ByteTraits {
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   static constexpr int extras_at = groups * group_bytes,
-                       weight_bytes = groups * (group_bytes + group_extra_bytes);
+                       used_bytes = groups * (group_bytes + group_extra_bytes),
+                       weight_bytes = from_memory ? (used_bytes + 1023) / 1024 * 1024 : used_bytes;
   static constexpr int ring_bytes = 230400, shared_bytes = ring_bytes + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
 };

@@ -15,6 +15,8 @@ GemmKernel warpgroup_kernel() {
             .threads = T::threads,
             .shared_bytes = T::shared_bytes,
             .tokens = T::tokens,
+            .token_step = T::token_step,
+            .least_tokens = T::least_tokens,
             .step_bytes = T::step_bytes,
             .tile_groups = T::groups,
             .tiled = true};

@@ -104,13 +104,11 @@ GATEFOLD_HD bool has_no_scale(const PackedFormat& p, const PackSource& source, s
 /// where speed matters.
 GATEFOLD_HD std::uint32_t value_word(const PackJob& job, Format value, std::int64_t unit, std::int64_t record,
                                      int index) {
-  const PackedFormat& p = job.shape.format;
-  const int per_row = value.bits / 4;                                   // words of 8 codes
-  const int lane = index / 4 % 32, word = index / 128 * 4 + index % 4;  // word: of the lane
-  const int r = lane / 4 + word / per_row % 2 * 8;                      // inverse of word_at
-  const std::int64_t k =
-      record * kRecordColumns + p.column(lane % 4, word / (2 * per_row)) + word % per_row * 32 / value.bits;
-  const PackRow at = row_of(job, unit, r);
+  PackedFormat p = job.shape.format;
+  p.value = value;
+  const WordPlace place = place_of_word(p, index);
+  const std::int64_t k = record * kRecordColumns + place.column;
+  const PackRow at = row_of(job, unit, place.row);
   if (!at.valid || k >= job.shape.k) return pack_word(value, 0);
   if (has_no_scale(p, at.source, at.row, k)) return pack_word(value, 0);
   const std::int64_t byte = k * value.bits / 8;

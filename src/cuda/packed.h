@@ -2,7 +2,10 @@
 /// \file
 /// Weights as records of 16 rows x 128 columns, in the order in which a warp multiplies them: the layout that
 /// all CUDA kernels read. A record is
-///   values  16, 32 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes])
+///   values  16 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes]); 8 bits: 16 rows of
+///   128
+///           bytes, whose 16 bytes i are at i ^ row % 8, as warpgroups multiply them out of shared memory:
+///           32 bytes of each lane of the row, one after the other
 ///   scales  [8 rows][groups][row, row + 8]; two f32 where a group has 8 rows or more (rows 0-7, rows 8-15)
 ///           folded: bytes [lanes][64 columns][row, row + 8]; lanes 2 i and 2 i + 1 share groups of 32
 ///   zeros   [8 rows][groups] bytes: row in the low nibble, row + 8 in the high one
@@ -34,7 +37,7 @@
 
 namespace gatefold::cuda {
 
-inline constexpr int kPackedVersion = 4;
+inline constexpr int kPackedVersion = 5;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
 inline constexpr int kRecordColumns = 128;
@@ -159,12 +162,6 @@ struct PackedShape {
 /// numbers.
 constexpr int code_bit(Format value, int i, int b) {
   if (value.bits == 16) return 16 * i + b;
-  // e4m3: the first pair is where bf16 has sign and fields; of the second one the sign and the low four bits
-  // are 4 too low, the other three 4 too high.
-  if (value.exponent_bits == 4 && value.bits == 8) {
-    if (i < 2) return 16 * i + (b == 7 ? 15 : b + 4);
-    return 16 * (i - 2) + (b < 4 ? b : b == 7 ? 11 : b + 8);
-  }
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
   // e2m1: the first pair is where bf16 has sign and fields, the second one 6 bits lower, the third one 6 bits
@@ -175,13 +172,14 @@ constexpr int code_bit(Format value, int i, int b) {
   return 16 * (i % 2 ^ (other_half ? 1 : 0)) + at[i / 2][b];
 }
 
-/// Which of 8 neighbouring columns is byte i of what a lane takes of them in a multiply of bytes, `m`: 0 to 3
-/// are k indices 4 q .. of a block's 32, and 4 to 7 indices 16 + 4 q ..
+/// Which of 8 neighbouring columns is byte i of what a lane takes of them in a multiply of bytes, `m`.
+/// Weights of 4 bits come from registers: bytes 0 to 3 are k indices 4 q .. of a block's 32, and 4 to 7
+/// indices 16 + 4 q .. Those of 8 bits come from shared memory, and are k indices 32 q + 8 block .. of a
+/// record.
 constexpr int column_of_byte(Format value, Format m, int i) {
   if (value.bits == 4 && m.is_float()) return i % 4 * 2 + i / 4;
   if (value.bits == 4) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
-  const int in_word = i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
-  return i / 4 * 4 + (value.is_float() ? in_word ^ 2 : in_word);
+  return i / 4 * 4 + i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
 }
 /// The same of all 8, in nibbles, the first one lowest.
 constexpr std::uint32_t byte_order(Format value, Format m) {
@@ -190,9 +188,9 @@ constexpr std::uint32_t byte_order(Format value, Format m) {
   return order;
 }
 
-/// What is added to signed codes, so that they count from 0.
+/// What is added to signed codes of 4 bits, so that they count from 0.
 constexpr std::uint32_t code_offset(Format value) {
-  return value.kind == Kind::integer ? 1u << (value.bits - 1) : 0;
+  return value.kind == Kind::integer && value.bits == 4 ? 8 : 0;
 }
 
 /// Four bytes of a row in the canonical layout to a packed word.
@@ -207,10 +205,29 @@ GATEFOLD_HD constexpr std::uint32_t pack_word(Format value, std::uint32_t codes)
 
 /// Where the word with codes of row r (of 16) from column k (of 128) on begins in a record. Bytes.
 constexpr int word_at(const PackedFormat& p, int r, int k) {
+  if (p.value.bits == 8) {
+    const int at = p.quarter_of(k) * 32 + p.block_of(k) * 8 + k % 8;
+    return r * kRecordColumns + (at / 16 ^ r % 8) * 16 + at % 16;
+  }
   const int lane = r % 8 * 4 + p.quarter_of(k);
   const int per_row = p.value.bits / 4;  // words of 8 codes
   const int word = p.block_of(k) * 2 * per_row + r / 8 * per_row + k % 8 * p.value.bits / 32;
   return word / 4 * kLineBytes + lane * 16 + word % 4 * 4;
+}
+
+/// The row and the first column of word i of a record: the inverse.
+struct WordPlace {
+  int row, column;
+};
+GATEFOLD_HD constexpr WordPlace place_of_word(const PackedFormat& p, int i) {
+  if (p.value.bits == 8) {
+    const int row = i * 4 / kRecordColumns, at = (i / 4 % 8 ^ row % 8) * 16 + i % 4 * 4;
+    return {row, p.column(at / 32, at % 32 / 8) + at % 8};
+  }
+  const int per_row = p.value.bits / 4;                     // words of 8 codes
+  const int lane = i / 4 % 32, word = i / 128 * 4 + i % 4;  // word: of the lane
+  return {lane / 4 + word / per_row % 2 * 8,
+          p.column(lane % 4, word / (2 * per_row)) + word % per_row * 32 / p.value.bits};
 }
 
 /// Where the scale of row r and group g begins among the scales and zeros of a record. Bytes.

@@ -33,6 +33,83 @@ __device__ __forceinline__ void multiply_bytes(std::int32_t (&d)[16], const std:
   GATEFOLD_BYTE_WGMMA("s32.s8.s8", "r", "");
 }
 #undef GATEFOLD_BYTE_WGMMA
-#undef GATEFOLD_SUMS_4
+
+/// d = a * b, or d += a * b: m64nNk32, both operands in shared memory: 64 and N swizzled_rows (of 128 bytes).
+template <int N>
+struct RowsWgmma;
+
+#define GATEFOLD_SUMS_16(c, i)                                                                \
+  GATEFOLD_SUMS_4(c, 16 * i), GATEFOLD_SUMS_4(c, 16 * i + 4), GATEFOLD_SUMS_4(c, 16 * i + 8), \
+      GATEFOLD_SUMS_4(c, 16 * i + 12)
+#define GATEFOLD_ROWS_WGMMA_OF(n, types, tail, a, b, add, registers, ...)                         \
+  asm volatile("{\n.reg .pred add;\n.reg .b64 rows, columns;\nsetp.ne.b32 add, %" #add            \
+               ", 0;\nmov.b64 rows, {%" #a ", 0x40000040};\nmov.b64 columns, {%" #b               \
+               ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" registers \
+               "}, rows, columns, add" tail ";\n}\n"                                              \
+               : __VA_ARGS__                                                                      \
+               : "r"(a_rows), "r"(b_rows), "n"(kAdd ? 1 : 0))
+/// The numbers of the operands follow those of the sums.
+#define GATEFOLD_ROWS_WGMMA(n, a, b, add, registers, sums)                                     \
+  template <>                                                                                  \
+  struct RowsWgmma<n> {                                                                        \
+    template <bool kAdd>                                                                       \
+    static __device__ __forceinline__ void run(float (&d)[n / 2], std::uint32_t a_rows,        \
+                                               std::uint32_t b_rows) {                         \
+      GATEFOLD_ROWS_WGMMA_OF(n, "f32.e4m3.e4m3", ", 1, 1", a, b, add, registers, sums("f"));   \
+    }                                                                                          \
+    template <bool kAdd>                                                                       \
+    static __device__ __forceinline__ void run(std::int32_t (&d)[n / 2], std::uint32_t a_rows, \
+                                               std::uint32_t b_rows) {                         \
+      GATEFOLD_ROWS_WGMMA_OF(n, "s32.s8.s8", "", a, b, add, registers, sums("r"));             \
+    }                                                                                          \
+  };
+#define GATEFOLD_SUMS_OF_32(c) GATEFOLD_SUMS_16(c, 0)
+#define GATEFOLD_SUMS_OF_64(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1)
+#define GATEFOLD_SUMS_OF_72(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32)
+#define GATEFOLD_SUMS_OF_80(c) \
+  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
+#define GATEFOLD_SUMS_OF_96(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2)
+#define GATEFOLD_SUMS_OF_112(c)                                                                   \
+  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_4(c, 48), \
+      GATEFOLD_SUMS_4(c, 52)
+#define GATEFOLD_SUMS_OF_128(c) \
+  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3)
+#define GATEFOLD_SUMS_OF_144(c)                                                                   \
+  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3), \
+      GATEFOLD_SUMS_4(c, 64), GATEFOLD_SUMS_4(c, 68)
+#define GATEFOLD_SUMS_OF_160(c)                                                                   \
+  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3), \
+      GATEFOLD_SUMS_16(c, 4)
+
+GATEFOLD_ROWS_WGMMA(32, 16, 17, 18, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
+GATEFOLD_ROWS_WGMMA(64, 32, 33, 34, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_SUMS_OF_64)
+GATEFOLD_ROWS_WGMMA(72, 36, 37, 38,
+                    GATEFOLD_R0 ", " GATEFOLD_R1
+                                ", "
+                                "%32, %33, %34, %35",
+                    GATEFOLD_SUMS_OF_72)
+GATEFOLD_ROWS_WGMMA(80, 40, 41, 42,
+                    GATEFOLD_R0 ", " GATEFOLD_R1
+                                ", "
+                                "%32, %33, %34, %35, %36, %37, %38, %39",
+                    GATEFOLD_SUMS_OF_80)
+GATEFOLD_ROWS_WGMMA(96, 48, 49, 50, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2, GATEFOLD_SUMS_OF_96)
+GATEFOLD_ROWS_WGMMA(112, 56, 57, 58,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2
+                                ", "
+                                "%48, %49, %50, %51, %52, %53, %54, %55",
+                    GATEFOLD_SUMS_OF_112)
+GATEFOLD_ROWS_WGMMA(128, 64, 65, 66, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3,
+                    GATEFOLD_SUMS_OF_128)
+GATEFOLD_ROWS_WGMMA(144, 72, 73, 74,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3
+                                ", "
+                                "%64, %65, %66, %67, %68, %69, %70, %71",
+                    GATEFOLD_SUMS_OF_144)
+GATEFOLD_ROWS_WGMMA(160, 80, 81, 82,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4,
+                    GATEFOLD_SUMS_OF_160)
+#undef GATEFOLD_ROWS_WGMMA
+#undef GATEFOLD_ROWS_WGMMA_OF
 
 }  // namespace gatefold::cuda
