@@ -16,18 +16,23 @@ struct Costs {
   double decode, token, end;
 };
 Costs costs_of(int bits, const GemmChoice& choice) {
-  if (choice.tuning.body == CudaTuning::Body::warps)
-    return {bits == 16 ? 92.0 : bits == 8 ? 62.0 : 43.0, 9.9, 0};
-  if (choice.kernels[0].byte_order != 0 && choice.kernels[0].tokens > kFewTokensOfTile) return {850, 6.7, 55};
-  if (choice.kernels[0].tokens <= kFewTokensOfTile)
-    return {bits == 16 ? 600.0 : bits == 8 ? 900.0 : 750.0, 14.0, 55};
-  return {bits == 16 ? 1000.0 : 1600.0, bits == 16 ? 11.0 : 7.2, 90};
+  const GemmKernel& kernel = choice.kernels[0];
+  if (choice.tuning.body == CudaTuning::Body::warps) {
+    const bool few = kernel.tokens <= kTileTokens;
+    if (bits == 4) return {few ? 26.0 : 38.0, 11, 0};
+    return bits == 8 ? Costs{few ? 62.0 : 66.0, 13.5, 0} : Costs{few ? 92.0 : 98.0, 13.5, 0};
+  }
+  const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
+  if (of_bytes && bits == 8) return few ? Costs{640, 14, 72} : Costs{480, 5.2, 89};
+  if (of_bytes) return few ? Costs{1100, 8.3, 98} : Costs{740, 5.4, 54};
+  if (few) return bits == 16 ? Costs{550, 16, 108} : bits == 8 ? Costs{860, 19, 170} : Costs{630, 16, 108};
+  return bits == 16 ? Costs{700, 12, 150} : bits == 8 ? Costs{890, 11.8, 144} : Costs{750, 12.1, 179};
 }
-constexpr double kReadBytes = 2980;   ///< that the device reads in a clock, from memory
-constexpr double kCacheBytes = 3680;  ///< and from its L2 cache
-constexpr double kOverlap = 2.4;      ///< reading and multiplying overlap: a norm of this power
-constexpr double kStart = 10800;      ///< of a multiply
-constexpr double kItems = 12400;      ///< of a kernel that cuts tokens into items
+constexpr double kReadBytes = 3400;   ///< that the device reads in a clock, from memory
+constexpr double kCacheBytes = 3710;  ///< and from its L2 cache
+constexpr double kOverlap = 2.64;     ///< reading and multiplying overlap: a norm of this power
+constexpr double kStart = 23200;      ///< of a multiply
+constexpr double kItems = 18300;      ///< of a kernel that cuts tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
 struct Load {

@@ -136,15 +136,28 @@ __device__ __forceinline__ void multiply_tile_of_fewest_rows(const GemmArgs& arg
   multiply_tile_of_rows<T, N>(args, ring, barriers, at, memory);
 }
 
+/// Reads what the end of a tile will, whose loads then go no further than the L1 cache.
+template <class T>
+__device__ __forceinline__ void read_ahead(const GemmArgs& args, const Tile& tile) {
+  const int lane = threadIdx.x % 32;
+  const auto read = [](const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); };
+  if (args.inputs.row_scales != nullptr && lane * 32 < tile.count)
+    read(args.inputs.row_scales + tile.row + lane * 32);
+  const int unit = tile.first_group * kGroupUnits + static_cast<int>(threadIdx.x) / 32;
+  if (T::P.row_scale && lane == 0 && unit < args.groups * kGroupUnits)
+    read(reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride) + unit * kUnitRows);
+}
+
 template <class T>
 requires(T::bytes&& T::from_memory) __device__ __forceinline__
     void multiply_tiles(const GemmArgs& args, const WarpgroupRing<T>& ring, std::byte* memory) {
   const RingBarriers<T> barriers(ring);
   for (Places at;;) {
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
-    const int count = read_by_lane_0(ring.tiles[at.weights.index]).count;
-    if (count == 0) return;
-    multiply_tile_of_fewest_rows<T, T::least_tokens>(args, ring, barriers, count, at, memory);
+    const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);
+    if (tile.count == 0) return;
+    read_ahead<T>(args, tile);
+    multiply_tile_of_fewest_rows<T, T::least_tokens>(args, ring, barriers, tile.count, at, memory);
   }
 }
 
