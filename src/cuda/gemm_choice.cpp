@@ -19,20 +19,20 @@ Costs costs_of(int bits, const GemmChoice& choice) {
   const GemmKernel& kernel = choice.kernels[0];
   if (choice.tuning.body == CudaTuning::Body::warps) {
     const bool few = kernel.tokens <= kTileTokens;
-    if (bits == 4) return {few ? 26.0 : 38.0, 11, 0};
-    return bits == 8 ? Costs{few ? 62.0 : 66.0, 13.5, 0} : Costs{few ? 92.0 : 98.0, 13.5, 0};
+    if (bits == 4) return {few ? 26.0 : 34.0, 11, 0};
+    return bits == 8 ? Costs{few ? 56.0 : 66.0, 13.5, 0} : Costs{few ? 80.0 : 90.0, 13.5, 0};
   }
   const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
-  if (of_bytes && bits == 8) return few ? Costs{640, 14, 72} : Costs{480, 5.2, 89};
-  if (of_bytes) return few ? Costs{1100, 8.3, 98} : Costs{740, 5.4, 54};
-  if (few) return bits == 16 ? Costs{550, 16, 108} : bits == 8 ? Costs{860, 19, 170} : Costs{630, 16, 108};
-  return bits == 16 ? Costs{700, 12, 150} : bits == 8 ? Costs{890, 11.8, 144} : Costs{750, 12.1, 179};
+  if (of_bytes && bits == 8) return few ? Costs{610, 9.5, 10} : Costs{420, 10.2, 21};
+  if (of_bytes) return few ? Costs{1130, 7.7, 35} : Costs{480, 9.5, 34};
+  if (few) return bits == 16 ? Costs{700, 16, 54} : bits == 8 ? Costs{1360, 17, 100} : Costs{770, 16.3, 54};
+  return bits == 16 ? Costs{700, 16, 86} : bits == 8 ? Costs{910, 17, 140} : Costs{750, 16, 86};
 }
-constexpr double kReadBytes = 3400;   ///< that the device reads in a clock, from memory
-constexpr double kCacheBytes = 3710;  ///< and from its L2 cache
-constexpr double kOverlap = 2.64;     ///< reading and multiplying overlap: a norm of this power
-constexpr double kStart = 23200;      ///< of a multiply
-constexpr double kItems = 18300;      ///< of a kernel that cuts tokens into items
+constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
+constexpr double kCacheBytes = 3010;  ///< and from its L2 cache
+constexpr double kOverlap = 5.5;      ///< reading and multiplying overlap: a norm of this power
+constexpr double kStart = 33900;      ///< of a multiply
+constexpr double kItems = 20300;      ///< of a kernel that cuts tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
 struct Load {
@@ -105,7 +105,8 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
 
 double predict(const GemmWork& work, const GemmChoice& choice, int tokens, int multiprocessors) {
   const bool few = static_cast<std::int64_t>(tokens) * work.top_k <= kFewSlots && work.experts <= kFewExperts;
-  double clocks = work.experts > 1 && !(few && choice.whole) ? kItems : 0;
+  const bool finds_items = few && choice.whole && choice.tuning.body == CudaTuning::Body::warps;
+  double clocks = work.experts > 1 && !finds_items ? kItems : 0;
   for (const GemmMatrices& m : work.multiplies) clocks += predict(work, m, choice, tokens, multiprocessors);
   return clocks;
 }
