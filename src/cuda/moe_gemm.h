@@ -112,7 +112,7 @@ inline constexpr int kMostInt8Columns = 1 << 16;
 /// or codes, a byte each, in the order of column_of_byte.
 struct InputOrder {
   bool tiled = false, folded = false;
-  bool of_rows = false;     ///< codes are multiplied by weights of 8 bits
+  bool of_rows = false;     ///< codes in the order of records of 8 bits, which multiply them
   std::uint32_t bytes = 0;  ///< byte_order, of codes
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 /// \file
-/// What a kernel of moe_wgmma.cuh is made for that multiplies bytes (moe_wgmma_bytes.cuh), and how
-/// activations come to shared memory: codes, 128 of a row in 128 bytes.
+/// What a kernel of moe_wgmma.cuh is made for that multiplies bytes (moe_wgmma_bytes.cuh,
+/// moe_wgmma_rows.cuh), and how activations come to shared memory: codes, 128 of a row in 128 bytes.
 
 #include "cuda/decode_bytes.h"
 #include "cuda/inputs.h"
@@ -44,6 +44,7 @@ struct ByteTraits {
   /// Of a stage of weights: copies of less than 4 KB are slow.
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
+  /// Swizzled rows begin at multiples of 1024 bytes.
   static constexpr int extras_at = groups * group_bytes,
                        used_bytes = groups * (group_bytes + group_extra_bytes),
                        weight_bytes = from_memory ? (used_bytes + 1023) / 1024 * 1024 : used_bytes;
