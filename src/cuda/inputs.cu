@@ -12,13 +12,14 @@ namespace {
 constexpr int kThreads = 256;   // of a row at most
 constexpr int kPerThread = 8;   // neighbours in k
 constexpr int kMostBlocks = 8;  // of a row: a cluster
+constexpr int kManyRows = 256;  // that keep all multiprocessors busy with few threads each
 
 struct Row {
   const InputArgs& args;
   std::int64_t row, from;  // of those that are rounded, of x
 
   __device__ Row(const InputArgs& a, std::int64_t i)
-      : args(a), row(i), from(a.from_positions ? a.positions[i] : i / a.divisor) {}
+      : args(a), row(i), from(a.from_positions ? max(a.positions[i], 0) : i / a.divisor) {}
 
   /// Numbers k .. k + 7; those from K on are 0.
   __device__ __forceinline__ void load(std::int64_t k, float (&x)[kPerThread]) const {
@@ -79,10 +80,9 @@ __device__ float max_over_cluster(float x) {
   return x;
 }
 
-/// The largest magnitude of x, and of numbers k, k + step, .. and their neighbours.
-__device__ __forceinline__ float amax_of_pieces(const Row& row, std::int64_t k, std::int64_t step,
-                                                const float (&x)[kPerThread]) {
-  float amax = amax_of(x);
+/// The largest magnitude of numbers k, k + step, .. and their neighbours.
+__device__ __forceinline__ float amax_of_pieces(const Row& row, std::int64_t k, std::int64_t step) {
+  float amax = 0;
   for (; k < row.args.x.cols; k += step) {
     float more[kPerThread];
     row.load(k, more);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args
   wait_and_let_start(args);
   float amax = 0;
   if (expert_of(args, blockIdx.x) >= 0)
-    amax = amax_of_pieces(Row(args, blockIdx.x), threadIdx.x * kPerThread, blockDim.x * kPerThread, {});
+    amax = amax_of_pieces(Row(args, blockIdx.x), threadIdx.x * kPerThread, blockDim.x * kPerThread);
   amax = max_over_block(amax);
   if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
 }
@@ -176,17 +176,18 @@ __device__ __forceinline__ void store_bytes(const InputArgs& args, Places& place
   __syncwarp();
   const uint4 piece = reinterpret_cast<const uint4*>(own)[lane % 16];
   __syncwarp();
-  k += lane * (16 - kPerThread);  // 16 columns of each of half of the lanes
-  if (lane >= 16 || k >= args.stride) return;
-  for (int i = 0; i < args.copies; ++i)
+  k += lane % 16 * 16 - lane * kPerThread;  // 16 columns of each of half of the lanes; copies in turn
+  if (k >= args.stride) return;
+  for (int i = lane / 16; i < args.copies; i += 2)
     if (const std::int64_t row = places.rows[i]; row >= 0)
       *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(args.rows) +
                                 (k / kRecordColumns * args.tile_rows + row) * kRecordColumns +
                                 (lane % 8 ^ row % 8) * 16) = piece;
 }
 
-/// Blocks of a cluster have a row, and take its pieces in turn. `kBytes`: codes.
-template <class Activation, bool kBytes>
+/// Blocks of a cluster have a row, of which each thread takes so many pieces at a time, all of them read
+/// before the row's scale is known. `kBytes`: codes.
+template <class Activation, bool kBytes, int kPieces>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a);
@@ -198,18 +199,20 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   wait_and_let_start(args);
 
   const Row row(args, blockIdx.x / blocks);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  // Known in advance where rows are only copied: deepseek-v3 with 4096 tokens loses 3 % of a layer otherwise.
+  const int piece = (a.quantized() ? static_cast<int>(blockDim.x) : kThreads) * kPerThread;
+  const std::int64_t step = static_cast<std::int64_t>(blocks) * piece;
+  std::int64_t k = block * piece + static_cast<std::int64_t>(thread) * kPerThread;
+  float x[kPieces][kPerThread];
+#pragma unroll
+  for (int p = 0; p < kPieces; ++p) row.load(k + p * step, x[p]);
+
   const int expert = expert_of(args, row.row);
   if (expert < 0) return;
   __shared__ Places places;
-  if (static_cast<int>(threadIdx.x) < args.copies)
-    places.rows[threadIdx.x] = row_of(args, row.row * args.copies + threadIdx.x, expert);
+  if (thread < args.copies) places.rows[thread] = row_of(args, row.row * args.copies + thread, expert);
   __syncthreads();
-  // Known in advance where rows are only copied: deepseek-v3 with 4096 tokens loses 3 % of a layer otherwise.
-  const int piece = (a.quantized() ? static_cast<int>(blockDim.x) : kThreads) * kPerThread;
-  std::int64_t k = block * piece + static_cast<std::int64_t>(threadIdx.x) * kPerThread;
-  const std::int64_t step = static_cast<std::int64_t>(blocks) * piece;
-  float x[kPerThread];
-  row.load(k, x);
 
   RowScales scales;
   if constexpr (with_row_scales) {
@@ -222,26 +225,29 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
         first = max(args.offsets[expert], 0);
         end = min(end, static_cast<std::int64_t>(args.offsets[expert + 1]));
       }
-      for (std::int64_t i = first + threadIdx.x; i < end; i += blockDim.x) amax = fmaxf(amax, args.amax[i]);
+      for (std::int64_t i = first + thread; i < end; i += blockDim.x) amax = fmaxf(amax, args.amax[i]);
       scales = RowScales::of_amax<Activation>(max_over_block(amax));
     } else {
-      scales = RowScales::of_amax<Activation>(max_over_cluster(amax_of_pieces(row, k + step, step, x)));
+      float amax = 0;
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) amax = fmaxf(amax, amax_of(x[p]));
+      amax = fmaxf(amax, amax_of_pieces(row, k + kPieces * step, step));
+      scales = RowScales::of_amax<Activation>(max_over_cluster(amax));
     }
-    if (block == 0 && static_cast<int>(threadIdx.x) < args.copies && places.rows[threadIdx.x] >= 0)
-      args.row_scales[places.rows[threadIdx.x]] = scales.whole;
+    if (block == 0 && thread < args.copies && places.rows[thread] >= 0)
+      args.row_scales[places.rows[thread]] = scales.whole;
   }
 
-  const int lane = threadIdx.x % 32;
-  while (k - lane * kPerThread < args.stride) {  // the same for a warp
+  const auto round = [&](const float(&numbers)[kPerThread]) {
     constexpr int group = a.group.k == 0 ? kRecordColumns : a.group.k;
     const auto factors = GroupFactors::of<Activation>(
-        scales, a.group.k == 0 ? 0.0f : max_over(amax_of(x), group / kPerThread));
+        scales, a.group.k == 0 ? 0.0f : max_over(amax_of(numbers), group / kPerThread));
     std::uint32_t words[kBytes ? 2 : kPerThread / 2];
     if constexpr (kBytes) {
-      encode_codes<Activation>(x, factors, words);
+      encode_codes<Activation>(numbers, factors, words);
       store_bytes(args, places, k, words);
     } else {
-      encode_inputs<Activation>(x, factors, words);
+      encode_inputs<Activation>(numbers, factors, words);
       store(args, places, k, words);
     }
     if (with_record_scales && k < args.stride && k % kRecordColumns == 0)
@@ -249,8 +255,16 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
         if (const std::int64_t to = places.rows[i]; to >= 0)
           args.record_scales[args.tile_rows == 0 ? (to * args.stride + k) / kRecordColumns
                                                  : k / kRecordColumns * args.tile_rows + to] = factors.record;
-    k += step;
-    row.load(k, x);
+  };
+  const auto there = [&] { return k - lane * kPerThread < args.stride; };  // the same for a warp
+#pragma unroll
+  for (int p = 0; p < kPieces; ++p, k += step) {
+    if (!there()) return;
+    round(x[p]);
+  }
+  for (; there(); k += step) {
+    row.load(k, x[0]);
+    round(x[0]);
   }
 }
 
@@ -263,23 +277,28 @@ template <class Activation>
 cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.x.rows);
   const auto numbers = static_cast<unsigned>(args.stride);
-  // Short rows are rounded by as many threads as they need.
-  const unsigned needed = Activation::operand.quantized() ? (numbers / kPerThread + 31) / 32 * 32 : kThreads;
+  constexpr bool quantized = Activation::operand.quantized();
+  // Where there are many rows, few threads have a row, and short rows are rounded by as many as they need.
+  constexpr int many_pieces = quantized ? 4 : 1;
+  const bool many = quantized && rows >= kManyRows;
+  const unsigned of_thread = kPerThread * (many ? many_pieces : 1);
+  const unsigned needed = quantized ? ((numbers + of_thread - 1) / of_thread + 31) / 32 * 32 : kThreads;
   const unsigned threads = std::min<unsigned>(kThreads, needed);
-  if (Activation::operand.quantized() && Activation::operand.group.n == 0 && args.static_scales == nullptr)
+  if (quantized && Activation::operand.group.n == 0 && args.static_scales == nullptr)
     if (const auto error =
             launch_dependent(row_amax_kernel, {.blocks = rows, .threads = threads, .stream = stream}, args);
         error != cudaSuccess)
       return error;
-  const unsigned pieces = (numbers + threads * kPerThread - 1) / (threads * kPerThread);
+  const unsigned pieces = (numbers + threads * of_thread - 1) / (threads * of_thread);
   const unsigned cluster = std::min<unsigned>(pieces, kMostBlocks);
   const auto launch = [&](auto* kernel) {
     return launch_dependent(
         kernel, {.blocks = rows * cluster, .threads = threads, .stream = stream, .cluster = cluster}, args);
   };
   if constexpr (are_bytes(byte_kind(Activation::operand)))
-    if (args.order.bytes != 0) return launch(inputs_kernel<Activation, true>);
-  return launch(inputs_kernel<Activation, false>);
+    if (args.order.bytes != 0)
+      return launch(many ? inputs_kernel<Activation, true, many_pieces> : inputs_kernel<Activation, true, 1>);
+  return launch(many ? inputs_kernel<Activation, false, many_pieces> : inputs_kernel<Activation, false, 1>);
 }
 
 }  // namespace

@@ -50,6 +50,7 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
                         cudaStream_t stream) {
   GemmArgs own = args;
   own.tile_tokens = kernel.tokens;
+  own.whole_items = (args.slots + kernel.tokens - 1) / kernel.tokens;
   own.all_steps = args.steps * args.parts;
   own.part_steps = args.parts > 1 ? args.steps : 0;
   void* parameters[] = {&own};

@@ -163,7 +163,7 @@ __device__ __forceinline__ Items find_items(const GemmArgs& args, FewTables& tab
     return {tables.items, tables.slots, count};
   }
   if (args.items != nullptr) return {args.items, args.sorted_slots, *args.item_count};
-  return {nullptr, nullptr, (args.slots + args.tile_tokens - 1) / args.tile_tokens * args.parts};
+  return {nullptr, nullptr, args.whole_items * args.parts};
 }
 
 }  // namespace gatefold::cuda

@@ -90,7 +90,7 @@ struct Items {
 
   __device__ __forceinline__ Item at(const GemmArgs& args, int i) const {
     if (items != nullptr) return items[i];
-    const int each = count / args.parts, first = i % each * args.tile_tokens;
+    const int each = args.whole_items, first = i % each * args.tile_tokens;
     return {static_cast<std::int16_t>(i / each),
             static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first};
   }

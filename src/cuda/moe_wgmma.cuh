@@ -39,7 +39,7 @@ template <class T, int N>
 struct UnitSums {
   float sums[N / 2];
   float part[T::record_scales ? N / 2 : 1];  ///< of a group of columns, not yet among the sums
-  float unit[T::scaled_groups ? 2 : 1];      ///< of both rows' sums: the scale of the last group
+  float unit[2];                             ///< of both rows' sums: the scale of the last group
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -70,11 +70,12 @@ struct UnitSums {
     take_sums(sums);
   }
   /// All multiplies are done.
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void leave(UnitResult<T>& result) {
     take_sums(sums);
-    if constexpr (T::scaled_groups)
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[i] *= unit[i / 2 % 2];
+    for (int i = 0; i < N / 2; ++i) result.sums[i] = sums[i];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) result.unit[r] = unit[r];
   }
   /// Adds the sums of a group, whose multiplies are done. x_scales: of this lane's columns of B.
   __device__ __forceinline__ void add_part(const RecordScales<T::P>& scales, int group,
@@ -97,9 +98,9 @@ struct Places {
 
 /// A tile by its item's tokens, at most N. Its first stage of weights is there.
 template <class T, int N>
-__device__ __forceinline__ void multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring,
-                                              const RingBarriers<T>& barriers, Places& at,
-                                              std::byte* memory) {
+__device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring,
+                                              const RingBarriers<T>& barriers, Places& at, std::byte* memory,
+                                              TileResult<T>& result) {
   constexpr PackedFormat P = T::P;
   constexpr int kBatches = kRecordColumns / T::batch;
   const Stages<T>& stages = ring.stages;
@@ -176,22 +177,19 @@ __device__ __forceinline__ void multiply_tile(const GemmArgs& args, const Warpgr
   __syncwarp();
   release_weights();
 #pragma unroll
-  for (auto& sums : to) sums.finish();
-  finish_tile<T, N>(args, tile, to);
+  for (int u = 0; u < T::units; ++u) to[u].leave(result[u]);
+  return tile;
 }
 
 /// With as few tokens as will do: N, N + token_step ..
 template <class T, int N>
-__device__ __forceinline__ void multiply_tile_of(const GemmArgs& args, const WarpgroupRing<T>& ring,
+__device__ __forceinline__ Tile multiply_tile_of(const GemmArgs& args, const WarpgroupRing<T>& ring,
                                                  const RingBarriers<T>& barriers, int count, Places& at,
-                                                 std::byte* memory) {
-  if constexpr (N < T::tokens) {
-    if (count > N) {
-      multiply_tile_of<T, N + T::token_step>(args, ring, barriers, count, at, memory);
-      return;
-    }
-  }
-  multiply_tile<T, N>(args, ring, barriers, at, memory);
+                                                 std::byte* memory, TileResult<T>& result) {
+  if constexpr (N < T::tokens)
+    if (count > N)
+      return multiply_tile_of<T, N + T::token_step>(args, ring, barriers, count, at, memory, result);
+  return multiply_tile<T, N>(args, ring, barriers, at, memory, result);
 }
 
 template <class T>
@@ -202,7 +200,9 @@ __device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const Warpg
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
     const int count = read_by_lane_0(ring.tiles[at.weights.index]).count;
     if (count == 0) return;
-    multiply_tile_of<T, T::least_tokens>(args, ring, barriers, count, at, memory);
+    TileResult<T> result;
+    const Tile tile = multiply_tile_of<T, T::least_tokens>(args, ring, barriers, count, at, memory, result);
+    finish_tile<T>(args, tile, result);
   }
 }
 
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
       wait_for_previous_kernel();
       global_memory_to_copies();
       let_next_kernel_start();
-      if (threadIdx.x % 32 == 0) copy_tile_inputs<T>(args, ring, memory);
+      copy_tile_inputs<T>(args, ring, memory);
     }
   } else {
     take_registers<T::registers>();

@@ -4,9 +4,8 @@
 /// codes.
 ///
 /// A record is four multiplies of 32 columns by a piece of the tokens. Sums of e4m3 products lose bits as
-/// they grow (wgmma_bytes.cuh): so those of a record are kept by themselves, and become part of the others in
-/// f32, times the scales of their columns. int8 products are exact, and have scales of columns only with
-/// int4.
+/// they grow (wgmma_bytes.cuh), and scales belong to records: so a record's sums are kept by themselves, and
+/// become part of the others in f32, times the scales of their columns, while other warpgroups multiply.
 
 #include <type_traits>
 
@@ -16,50 +15,32 @@
 
 namespace gatefold::cuda {
 
-/// Tokens of one multiply, and how many of these pieces an item has at most.
-inline constexpr int kPiece = kTokenStepOfTile;
-template <class T>
-inline constexpr int kMostPieces = T::tokens / kPiece;
-
-/// The sums of so many pieces of an item's tokens by the rows of a unit, and those of a record by two pieces.
-template <class T, int kPieces>
+/// The sums of N tokens by the rows of a unit, and those of a record by a piece of the tokens: of half of
+/// them, where registers do not hold all.
+template <class T, int N>
 struct ByteSums {
-  static constexpr int each = kPiece / 2;
-  using Product = std::conditional_t<T::M == formats::int8, std::int32_t, float>;
-  std::conditional_t<T::parts, float, Product> sums[kPieces][each];
-  Product part[2][T::parts ? each : 1];
+  static constexpr int pieces = N > 96 ? 2 : 1, piece = N / pieces;
+  float sums[N / 2];
+  std::conditional_t<T::M == formats::int8, std::int32_t, float> part[piece / 2];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (auto& piece : sums)
-#pragma unroll
-      for (auto& sum : piece) sum = 0;
+    for (float& sum : sums) sum = 0;
   }
 
-  /// Begins to multiply 32 columns of a record, the first ones or others.
-  template <bool kFirst>
-  __device__ __forceinline__ void multiply(int piece, const std::uint32_t (&a)[4], std::uint32_t b) {
-    if constexpr (T::parts)
-      multiply_bytes<!kFirst>(part[piece % 2], a, b);
-    else
-      multiply_bytes<true>(sums[piece], a, b);
-  }
-
-  /// Adds the sums of a record, whose multiplies are done. x_scales: of this lane's columns of B.
-  __device__ __forceinline__ void add_part(int piece, const RecordScales<T::P>& scales,
+  /// Adds the sums of a record, whose multiplies are done, to those of the tokens from `first` on. x_scales:
+  /// of this lane's columns of B.
+  __device__ __forceinline__ void add_part(int first, const RecordScales<T::P>& scales,
                                            const float* x_scales) {
-    if constexpr (!T::parts) {
-      take_sums(sums[piece]);
-    } else {
-      take_sums(part[piece % 2]);
-      constexpr float unit = T::M == formats::int8 ? 0x1p-4f : 1.0f;  // int4 is decoded to 16 times its value
-      const float of_rows[2] = {scales.scale(0, 0) * unit, scales.scale(0, 1) * unit};
+    take_sums(part);
+    constexpr float unit = T::M == formats::int8 ? 0x1p-4f : 1.0f;  // int4 is decoded to 16 times its value
+    const float of_rows[2] = {scales.scale(0, 0) * unit, scales.scale(0, 1) * unit};
 #pragma unroll
-      for (int i = 0; i < each; ++i) {
-        float scale = of_rows[i / 2 % 2];
-        if constexpr (T::record_scales) scale *= x_scales[piece * kPiece + i / 4 * 8 + i % 2];
-        sums[piece][i] = fmaf(in_f32(part[piece % 2][i]), scale, sums[piece][i]);
-      }
+    for (int i = 0; i < piece / 2; ++i) {
+      float scale = of_rows[i / 2 % 2];
+      if constexpr (T::record_scales) scale *= x_scales[first + i / 4 * 8 + i % 2];
+      float& sum = sums[first / 2 + i];
+      sum = fmaf(in_f32(part[i]), scale, sum);
     }
   }
 
@@ -95,20 +76,21 @@ struct ByteFragments {
   }
 };
 
-/// A tile of so many pieces of tokens. Its first stage of weights is there. Weights are decoded once for all
-/// pieces, those of the next step while the last piece is multiplied.
-template <class T, int kPieces>
-__device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, const WarpgroupRing<T>& ring,
-                                                       const RingBarriers<T>& barriers, Places& at,
-                                                       std::byte* memory) {
+/// A tile of at most N tokens, in pieces. Its first stage of weights is there. Weights are decoded once for
+/// all pieces, those of the next step while the last piece is multiplied.
+template <class T, int N>
+requires(T::bytes && !T::from_memory) __device__ __forceinline__ Tile
+    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
+                  Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  constexpr int kBlocks = kRecordColumns / 32, kLast = kPieces - 1;
+  static_assert(T::parts);
+  constexpr int kBlocks = kRecordColumns / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = warp / kGroupUnits, unit = warp % kGroupUnits;
   const std::byte* const first_record =
       memory + S::weights_at + group * T::group_bytes + unit * T::record_bytes + lane * 16;
   const std::byte* record = first_record + at.weights.index * T::weight_bytes;
-  ByteSums<T, kPieces> to;
+  ByteSums<T, N> to;
   to.clear();
   ByteFragments<T> fragments;
 #pragma unroll
@@ -139,24 +121,22 @@ __device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, con
     }
     wait_barrier(inputs_full, at.inputs.parity);
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
+    for (int first = 0; first < N; first += to.piece) {
+      const bool last_piece = first + to.piece == N;
       begin_multiplies();
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const std::uint32_t b = add_bytes(columns, piece * kPiece * kRecordColumns + block * 32);
+        const std::uint32_t b = add_bytes(columns, first * kRecordColumns + block * 32);
         if (block == 0)
-          to.template multiply<true>(piece, fragments.a[block], b);
+          ByteWgmma<to.piece>::template run<false>(to.part, fragments.a[block], b);
         else
-          to.template multiply<false>(piece, fragments.a[block], b);
-        if (piece == kLast) commit_multiplies();
+          ByteWgmma<to.piece>::template run<true>(to.part, fragments.a[block], b);
+        if (last_piece) commit_multiplies();
       }
-      if (piece < kLast) commit_multiplies();
-      if (piece == 0) continue;
-      if (piece == kLast)
-        wait_for_multiplies<kBlocks>();
-      else
-        wait_for_multiplies<1>();
-      to.add_part(piece - 1, scales, x_scales);
+      if (last_piece) break;
+      commit_multiplies();
+      wait_for_multiplies<0>();
+      to.add_part(first, scales, x_scales);
     }
     wait_for_multiplies<3>();
     fragments.decode(record, 0);
@@ -165,7 +145,7 @@ __device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, con
     wait_for_multiplies<1>();
     fragments.decode(record, 2);
     wait_for_multiplies<0>();
-    to.add_part(kLast, scales, x_scales);
+    to.add_part(N - to.piece, scales, x_scales);
     __syncwarp();
     if (lane == 0) arrive(inputs_full + barriers.empty);
     fragments.decode(record, 3);
@@ -176,39 +156,10 @@ __device__ __forceinline__ void multiply_tile_of_bytes(const GemmArgs& args, con
   __syncwarp();
   if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
   at.weights.advance(S::weights);
-  constexpr int N = kPieces * kPiece;
-  struct {
-    float sums[N / 2];
-  } done[1];
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) done[0].sums[i] = static_cast<float>(to.sums[i / to.each][i % to.each]);
-  finish_tile<T, N>(args, tile, done);
-}
-
-/// With as few pieces as will do.
-template <class T, int kPieces>
-__device__ __forceinline__ void multiply_tile_of_pieces(const GemmArgs& args, const WarpgroupRing<T>& ring,
-                                                        const RingBarriers<T>& barriers, int count,
-                                                        Places& at, std::byte* memory) {
-  if constexpr (kPieces < kMostPieces<T>) {
-    if (count > kPieces * kPiece) {
-      multiply_tile_of_pieces<T, kPieces + 1>(args, ring, barriers, count, at, memory);
-      return;
-    }
-  }
-  multiply_tile_of_bytes<T, kPieces>(args, ring, barriers, at, memory);
-}
-
-template <class T>
-requires(T::bytes && !T::from_memory) __device__ __forceinline__
-    void multiply_tiles(const GemmArgs& args, const WarpgroupRing<T>& ring, std::byte* memory) {
-  const RingBarriers<T> barriers(ring);
-  for (Places at;;) {
-    wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
-    const int count = read_by_lane_0(ring.tiles[at.weights.index]).count;
-    if (count == 0) return;
-    multiply_tile_of_pieces<T, 1>(args, ring, barriers, count, at, memory);
-  }
+  for (int i = 0; i < N / 2; ++i) result[0].sums[i] = to.sums[i];
+  result[0].unit[0] = result[0].unit[1] = 1;
+  return tile;
 }
 
 }  // namespace gatefold::cuda

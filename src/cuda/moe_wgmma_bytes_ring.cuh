@@ -21,19 +21,20 @@ struct ByteTraits {
   static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
   static constexpr bool parts = M == formats::e4m3 || Plain::scaled_groups;
+  using Sum = std::conditional_t<M == formats::int8 && !parts, std::int32_t, float>;  ///< of a tile
   /// Operands that it can take.
   static constexpr bool possible = fits_bytes(P.value, M) && P.group == kRecordColumns && !P.zeros &&
                                    (!from_memory || P.record_bytes() == P.value_bytes());
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
-  /// The most of an item; registers of four warpgroups that decode do not hold more than 32 beside scales of
-  /// records.
-  static constexpr int tokens = kMany                           ? kManyTokensOfTile
+  /// The most of an item: so many have room beside sums of a record; where four warpgroups decode, no more
+  /// than 32 beside scales of records.
+  static constexpr int tokens = kMany                           ? (parts ? 128 : kManyTokensOfTile)
                                 : record_scales && !from_memory ? 32
                                                                 : kFewTokensOfTile;
   /// The kernel is there for so many tokens, and for multiples of steps.
-  static constexpr int least_tokens = kMany ? 64 : 32,
+  static constexpr int least_tokens = kMany && from_memory ? 64 : 32,
                        token_step = kMany && from_memory ? 16 : kTokenStepOfTile;
   static constexpr int units = 1, warps = kMany ? 12 : 16;  ///< units of a warp; warps that multiply
   static constexpr int threads = (warps + 4) * 32;
@@ -68,18 +69,18 @@ requires(T::bytes) struct Stages<T> {
   __device__ explicit Stages(int) {}
 };
 
-/// Copies activations, a stage as soon as it has been read; by one thread.
+/// Copies activations, a stage as soon as it has been read; by a warp, one lane of which copies.
 template <class T>
 requires(T::bytes) __device__
     void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
   using S = Stages<T>;
   const GemmInputs& in = args.inputs;
-  const int items = count_items(args);
   StagePlace place;
   bool all_filled = false;  // once
-  for (int next = static_cast<int>(blockIdx.x);; next += static_cast<int>(gridDim.x)) {
-    const Tile tile = tile_at<T>(args, items, next);
+  for (int i = 0;; ++i) {
+    const Tile tile = tile_of_block<T>(args, ring.inputs_ahead, i);
     if (tile.count == 0) return;
+    if (threadIdx.x % 32 != 0) continue;
     const int rows = (tile.count + 7) / 8 * 8;
     std::int64_t row = tile.row + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;
     for (int step = 0; step < args.steps; ++step, row += in.tile_rows) {

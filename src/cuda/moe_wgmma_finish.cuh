@@ -29,10 +29,21 @@ __device__ __forceinline__ float power_of_two(float x) {
   return power;
 }
 
-/// Tokens that are finished together: enough to hide what is done for one behind others, and little code.
+/// Tokens that are finished together: enough to hide what is done for one behind others.
 inline constexpr int kPieceTokens = 32;
 
-/// What a lane finishes of a unit and a piece of an item's tokens: sums 4 i and + 1 are the first row's by
+/// What a lane has of a unit, as the multiplies leave it: sums of all tokens of an item, in units of one
+/// number for each of both rows.
+template <class T>
+struct UnitResult {
+  typename T::Sum sums[T::tokens / 2];
+  float unit[2];
+};
+/// The same of a tile: of a warp's units.
+template <class T>
+using TileResult = UnitResult<T>[T::units];
+
+/// What a lane finishes of a unit, by pieces of an item's tokens: sums 4 i and + 1 are the first row's by
 /// tokens 8 i + token_ and + 1, sums 4 i + 2 and + 3 the second one's.
 template <class T>
 class LaneRows {
@@ -52,46 +63,102 @@ class LaneRows {
   __device__ __forceinline__ bool there() const { return unit_ < args_.groups * kGroupUnits; }
 
   /// Sums become results, which are stored.
-  __device__ __forceinline__ void finish(Sums& sums) const {
-    scale(sums);
+  __device__ __forceinline__ void finish(UnitResult<T>& result) {
+    auto& sums = result.sums;
+    load_factors(result.unit);
+    const bool f32 = args_.out_dtype == DType::f32;
     if (!gate_up_) {
-      args_.out_dtype == DType::f32 ? store_rows<float>(sums, [](float x) { return x; })
-                                    : store_narrow_rows(sums);
+      if (f32)
+        finish_pieces(sums, [&](Sums& own) { store_rows<float>(own, [](float x) { return x; }); });
+      else if (args_.out_stride % 4 == 0 && unit_ * kUnitRows + kUnitRows <= args_.rows)
+        finish_pieces(sums, [&](Sums& own) { store_narrow_rows(own); });
+      else
+        finish_pieces_in_turn(sums, [&](Sums& own) {
+          store_rows<std::uint16_t>(own, [&](float x) { return narrow(x, args_.out_dtype == DType::bf16); });
+        });
       return;
     }
     const Activation::Kind kind = args_.activation.kind;
-    kind == Activation::Kind::geglu || kind == Activation::Kind::geglu_tanh ? apply_geglu(sums)
-                                                                            : apply_swiglu(sums);
-    args_.out_tile_rows == 0 ? store_channels(sums) : store_in_tiles(sums);
+    const bool in_tiles = args_.out_tile_rows != 0;
+    if (kind == Activation::Kind::geglu || kind == Activation::Kind::geglu_tanh)
+      finish_pieces_in_turn(sums, [&](Sums& own) {
+        apply_geglu(own);
+        in_tiles ? store_in_tiles(own) : store_channels(own);
+      });
+    else if (in_tiles)
+      finish_pieces(sums, [&](Sums& own) {
+        apply_swiglu(own);
+        store_in_tiles(own);
+      });
+    else
+      finish_pieces(sums, [&](Sums& own) {
+        apply_swiglu(own);
+        store_channels(own);
+      });
   }
 
  private:
-  static constexpr int kEights = kPieceTokens / 8;
+  static constexpr int kEights = kPieceTokens / 8, kPieces = (T::tokens + kPieceTokens - 1) / kPieceTokens;
 
-  /// Tokens from this lane's one on that an item has; none of a row that the matrix lacks.
-  __device__ __forceinline__ int tokens_left(int token, int row) const {
-    return row < args_.rows ? tile_.count - token : 0;
+  /// All pieces that have tokens, one after the other.
+  template <class AllSums, class Store>
+  __device__ __forceinline__ void finish_pieces(const AllSums& sums, Store&& store) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece, first_ += kPieceTokens) {
+      if (piece > 0 && first_ >= tile_.count) return;
+      Sums own;
+#pragma unroll
+      for (int i = 0; i < kPieceTokens / 2; ++i) {
+        const int at = piece * kPieceTokens / 2 + i;
+        own[i] = at < T::tokens / 2 ? static_cast<float>(sums[at]) : 0.0f;
+      }
+      scale(own);
+      store(own);
+    }
+  }
+  /// The same with little code: the piece that is finished is always in the first registers, the others move
+  /// on.
+  template <class AllSums, class Store>
+  __device__ __forceinline__ void finish_pieces_in_turn(AllSums& sums, Store&& store) {
+    constexpr int each = kPieceTokens / 2;
+#pragma unroll 1
+    for (; first_ < tile_.count; first_ += kPieceTokens) {
+      Sums own;
+#pragma unroll
+      for (int i = 0; i < each; ++i) own[i] = static_cast<float>(sums[i]);
+#pragma unroll
+      for (int i = 0; i < T::tokens / 2 - each; ++i) sums[i] = sums[i + each];
+      scale(own);
+      store(own);
+    }
   }
 
-  __device__ __forceinline__ void scale(Sums& sums) const {
-    float factors[2], bias[2];
+  /// Tokens of a piece from this lane's one on that an item has; none of a row that the matrix lacks.
+  __device__ __forceinline__ int tokens_left(int token, int row) const {
+    return row < args_.rows ? tile_.count - first_ - token : 0;
+  }
+
+  __device__ __forceinline__ void load_factors(const float (&unit)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factors[r] = static_cast<float>(1 << decoded_power<T::P, T::M>());
+      factors_[r] = unit[r] * static_cast<float>(1 << decoded_power<T::P, T::M>());
       if constexpr (T::P.row_scale)
-        factors[r] *= reinterpret_cast<const float*>(
+        factors_[r] *= reinterpret_cast<const float*>(
             args_.weights + tile_.expert * args_.expert_stride)[unit_ * kUnitRows + lane_ / 4 + 8 * r];
       const float* from = gate_up_ && r == 1 ? args_.up_bias : args_.bias;
       const int row = row_ + (gate_up_ ? 0 : 8 * r);
-      bias[r] = from != nullptr && row < args_.rows
-                    ? from[static_cast<std::int64_t>(tile_.expert) * args_.rows + row]
-                    : 0.0f;
+      bias_[r] = from != nullptr && row < args_.rows
+                     ? from[static_cast<std::int64_t>(tile_.expert) * args_.rows + row]
+                     : 0.0f;
     }
+  }
+  __device__ __forceinline__ void scale(Sums& sums) const {
     if (const float* x_scales = args_.inputs.row_scales; x_scales != nullptr) {
-      x_scales += tile_.row + token_;
+      x_scales += tile_.row + first_ + token_;
+      const int left = tile_.count - first_;
 #pragma unroll
       for (int i = 0; i < kEights; ++i) {
-        const float2 x = 8 * i < tile_.count ? *reinterpret_cast<const float2*>(x_scales + 8 * i) : float2{};
+        const float2 x = 8 * i < left ? *reinterpret_cast<const float2*>(x_scales + 8 * i) : float2{};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           sums[4 * i + 2 * r] *= x.x;
@@ -100,7 +167,7 @@ class LaneRows {
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPieceTokens / 2; ++i) sums[i] = fmaf(sums[i], factors[i / 2 % 2], bias[i / 2 % 2]);
+    for (int i = 0; i < kPieceTokens / 2; ++i) sums[i] = fmaf(sums[i], factors_[i / 2 % 2], bias_[i / 2 % 2]);
   }
 
   /// Gates and ups to channels, in the places of gates.
@@ -126,7 +193,7 @@ class LaneRows {
   /// f32, in rows of channels.
   __device__ __forceinline__ void store_channels(const Sums& sums) const {
     const int left = tokens_left(token_, row_);
-    auto* out = static_cast<float*>(args_.out) + (tile_.first + token_) * args_.out_stride + row_;
+    auto* out = static_cast<float*>(args_.out) + (tile_.first + first_ + token_) * args_.out_stride + row_;
 #pragma unroll
     for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride)
 #pragma unroll
@@ -143,7 +210,7 @@ class LaneRows {
   template <class Out, class Convert>
   __device__ __forceinline__ void store_rows(const Sums& sums, Convert&& convert) const {
     const int left = tokens_left(token_, row_), left_below = tokens_left(token_, row_ + 8);
-    auto* out = static_cast<Out*>(args_.out) + place(tile_.first + token_) + row_;
+    auto* out = static_cast<Out*>(args_.out) + place(tile_.first + first_ + token_) + row_;
 #pragma unroll
     for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride)
 #pragma unroll
@@ -170,7 +237,7 @@ class LaneRows {
   __device__ __forceinline__ void store_in_tiles(const Sums& sums) const {
     constexpr PackedFormat P = T::P;
     const bool bf16 = args_.out_dtype == DType::bf16, zero = row_ >= args_.rows;
-    const int channel = row_ - odd_, token = token_ + odd_, left = tile_.count - token;
+    const int channel = row_ - odd_, token = first_ + token_ + odd_, left = tile_.count - token;
     const auto word_of = [&](int k) {
       return reinterpret_cast<std::uint32_t*>(
           static_cast<std::uint16_t*>(args_.out) +
@@ -197,11 +264,8 @@ class LaneRows {
   /// the second ones.
   __device__ __forceinline__ void store_narrow_rows(const Sums& sums) const {
     const bool bf16 = args_.out_dtype == DType::bf16, second = lane_ / 8 % 2 != 0;
-    if (args_.out_stride % 4 != 0 || unit_ * kUnitRows + kUnitRows > args_.rows) {
-      store_rows<std::uint16_t>(sums, [&](float x) { return narrow(x, bf16); });
-      return;
-    }
-    const int row = row_ / 4 * 4 + (second ? 8 : 0), token = token_ + odd_, left = tile_.count - token;
+    const int row = row_ / 4 * 4 + (second ? 8 : 0), token = first_ + token_ + odd_,
+              left = tile_.count - token;
     auto* out = static_cast<std::uint16_t*>(args_.out) + place(tile_.first + token) + row;
 #pragma unroll
     for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride) {
@@ -218,34 +282,20 @@ class LaneRows {
   bool gate_up_;
   int lane_, unit_, row_;  ///< row_: of the matrix, the first row, or the channel
   int token_, odd_;        ///< of 8 tokens, the first of this lane's two; whether the row is an odd one
+  int first_ = 0;          ///< token of the piece
+  float factors_[2], bias_[2];
 };
 
-/// `of`: the sums of a warp's units. Those that are finished are always in the first registers, for which
-/// there is code; the others move on.
-template <class T, int N, class Sums>
-__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, Sums (&of)[T::units]) {
-  constexpr int each = kPieceTokens / 2;
-  auto& sums = of[0].sums;
+/// There is one end for all kinds of tiles: a lane's sums of the tokens that an item lacks are anything.
+/// Those of the unit that is finished are always in the first registers.
+template <class T>
+__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, TileResult<T>& result) {
 #pragma unroll 1
   for (int u = 0; u < T::units; ++u) {
-    Tile piece = tile;
-#pragma unroll 1
-    for (int left = tile.count; left > 0; left -= kPieceTokens) {
-      piece.count = static_cast<std::int16_t>(left);
-      const LaneRows<T> rows(args, piece, u);
-      if (!rows.there()) return;  // nor are the others
-      float own[each];
-#pragma unroll
-      for (int i = 0; i < each; ++i) own[i] = sums[i];
-      rows.finish(own);
-#pragma unroll
-      for (int i = 0; i < N / 2 - each; ++i) sums[i] = sums[i + each];
-      piece.first += kPieceTokens;
-      piece.row += kPieceTokens;
-    }
-    if constexpr (T::units > 1)
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[i] = of[T::units - 1].sums[i];
+    LaneRows<T> rows(args, tile, u);
+    if (!rows.there()) return;  // nor are the others
+    rows.finish(result[0]);
+    if constexpr (T::units > 1) result[0] = result[1];
   }
 }
 

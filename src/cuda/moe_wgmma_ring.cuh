@@ -24,6 +24,7 @@ struct WarpgroupTraits {
   /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next.
   static constexpr bool record_scales = Plain::record_scales;
   static constexpr bool scaled_groups = Plain::scaled_groups && !record_scales;
+  using Sum = float;  ///< of a tile
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
@@ -93,13 +94,12 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int items, int i) 
     const Item item = args.items[at];
     return {item.expert, item.count, item.first, item.first + args.expert_rows[item.expert], group};
   }
-  const int each = items / args.parts, first = at % each * args.tile_tokens;
+  const int each = args.whole_items, first = at % each * args.tile_tokens;
   return {static_cast<std::int16_t>(at / each),
           static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first, group};
 }
 __device__ __forceinline__ int count_items(const GemmArgs& args) {
-  return args.items != nullptr ? *args.item_count
-                               : (args.slots + args.tile_tokens - 1) / args.tile_tokens * args.parts;
+  return args.items != nullptr ? *args.item_count : args.whole_items * args.parts;
 }
 
 /// The place of a stage, and the parity of its phase.
@@ -114,12 +114,31 @@ struct StagePlace {
   }
 };
 
+/// The next tiles of a block, which a warp's lanes look for together.
+inline constexpr int kTilesAhead = 16;
+using TilesAhead = Tile[kTilesAhead];
+
+/// Tile i of this block, or none. All lanes come here, for 0, 1, ..
+template <class T>
+__device__ __forceinline__ Tile tile_of_block(const GemmArgs& args, TilesAhead& ahead, int i) {
+  const int lane = threadIdx.x % 32;
+  if (i % kTilesAhead == 0) {
+    __syncwarp();
+    if (lane < kTilesAhead)
+      ahead[lane] =
+          tile_at<T>(args, count_items(args), static_cast<int>(blockIdx.x + (i + lane) * gridDim.x));
+    __syncwarp();
+  }
+  return ahead[i % kTilesAhead];
+}
+
 /// What belongs to the stages in shared memory.
 template <class T>
 struct WarpgroupRing {
   std::uint64_t weights_full[T::most_stages], weights_empty[T::most_stages];
   std::uint64_t inputs_full[T::most_stages], inputs_empty[T::most_stages];
   Tile tiles[T::most_stages];  ///< of stages of weights
+  TilesAhead weights_ahead, inputs_ahead;
   Stages<T> stages;
 
   __device__ void init(int tokens) {
@@ -152,8 +171,8 @@ struct RingBarriers {
 /// Copies weights, a stage as soon as it has been read; by one warp.
 template <class T>
 __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
-  const Stages<T> stages = ring.stages;
-  const int lane = threadIdx.x % 32, group = lane % T::groups, items = count_items(args);
+  const Stages<T>& stages = ring.stages;  // not kept in registers
+  const int lane = threadIdx.x % 32, group = lane % T::groups;
   const bool extra = lane >= T::groups;
   const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
   const std::int64_t extras_at = static_cast<std::int64_t>(args.groups) * args.all_steps * T::step_bytes;
@@ -162,15 +181,15 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
                   (extra ? T::extras_at + group * T::group_extra_bytes : group * T::group_bytes);
   StagePlace place;
   bool all_filled = false;  // once
-  for (int next = static_cast<int>(blockIdx.x);; next += static_cast<int>(gridDim.x)) {
-    const Tile tile = tile_at<T>(args, items, next);
+  for (int i = 0;; ++i) {
+    const Tile tile = tile_of_block<T>(args, ring.weights_ahead, i);
     const int groups = min(T::groups, args.groups - tile.first_group);
     const std::byte* from = args.weights + tile.expert * args.expert_stride + begin +
                             (extra ? extras_at : std::int64_t{0}) +
                             (static_cast<std::int64_t>(tile.first_group + group) * args.all_steps +
                              tile.expert * args.part_steps) *
                                 each;
-    for (int step = 0; step < args.steps; step += T::steps) {
+    for (int step = 0; step < args.steps; step += T::steps, from += T::steps * each) {
       if (all_filled) wait_barrier(ring.weights_empty + place.index, place.parity ^ 1);
       std::uint64_t* full = ring.weights_full + place.index;
       const int steps = tile.count == 0 ? 0 : min(T::steps, args.steps - step);
@@ -181,36 +200,35 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
       __syncwarp();
       if (tile.count == 0) return;
       if (group < groups && lane < (T::P.apart() ? 2 : 1) * T::groups)
-        copy_bulk(to + place.index * T::weight_bytes, from + static_cast<std::int64_t>(step) * each,
-                  steps * each, full);
+        copy_bulk(to + place.index * T::weight_bytes, from, steps * each, full);
       place.advance(stages.weights);
       all_filled |= place.index == 0;
     }
   }
 }
 
-/// The same of activations; by one thread.
+/// The same of activations; one lane copies.
 template <class T>
 __device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
-  const Stages<T> stages = ring.stages;
+  const Stages<T>& stages = ring.stages;  // not kept in registers
   const GemmInputs& in = args.inputs;
-  const int items = count_items(args);
-  const std::int64_t half = in.tile_rows * 64;  // numbers
   StagePlace place;
   bool all_filled = false;  // once
-  for (int next = static_cast<int>(blockIdx.x);; next += static_cast<int>(gridDim.x)) {
-    const Tile tile = tile_at<T>(args, items, next);
+  for (int i = 0;; ++i) {
+    const Tile tile = tile_of_block<T>(args, ring.inputs_ahead, i);
     if (tile.count == 0) return;
+    if (threadIdx.x % 32 != 0) continue;
     const int rows = (tile.count + 7) / 8 * 8;
     const int first = tile.expert * args.part_steps;
-    const std::uint16_t* from = in.rows + tile.row * std::int64_t{64} + first * 2 * half;
+    const std::uint16_t* from = in.rows + (tile.row + std::int64_t{2} * first * in.tile_rows) * 64;
     for (int step = 0; step < args.steps; step += T::input_steps) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
       std::byte* to = memory + place.index * stages.input_bytes;
       std::uint64_t* full = ring.inputs_full + place.index;
       const int halves = 2 * min(T::input_steps, args.steps - step);
       expect_bytes(full, rows * (halves * 128 + (T::record_scales ? 4 : 0)));
-      for (int i = 0; i < halves; ++i, from += half) copy_bulk(to + i * stages.half, from, rows * 128, full);
+      for (int half = 0; half < halves; ++half, from += std::int64_t{64} * in.tile_rows)
+        copy_bulk(to + half * stages.half, from, rows * 128, full);
       if constexpr (T::record_scales)
         copy_bulk(to + 2 * stages.half, in.record_scales + (first + step) * in.tile_rows + tile.row, rows * 4,
                   full);

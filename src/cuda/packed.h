@@ -2,10 +2,9 @@
 /// \file
 /// Weights as records of 16 rows x 128 columns, in the order in which a warp multiplies them: the layout that
 /// all CUDA kernels read. A record is
-///   values  16 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes]); 8 bits: 16 rows of
-///   128
-///           bytes, whose 16 bytes i are at i ^ row % 8, as warpgroups multiply them out of shared memory:
-///           32 bytes of each lane of the row, one after the other
+///   values  16 or 64 bytes a lane of a warp, in lines of 512 bytes ([lane][16 bytes]);
+///           8 bits: 16 rows of 128 bytes, whose 16 bytes i are at i ^ row % 8, as warpgroups multiply them
+///           out of shared memory: 32 bytes of each lane of the row, one after the other
 ///   scales  [8 rows][groups][row, row + 8]; two f32 where a group has 8 rows or more (rows 0-7, rows 8-15)
 ///           folded: bytes [lanes][64 columns][row, row + 8]; lanes 2 i and 2 i + 1 share groups of 32
 ///   zeros   [8 rows][groups] bytes: row in the low nibble, row + 8 in the high one

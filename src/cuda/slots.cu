@@ -61,7 +61,6 @@ __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args
 }
 
 constexpr int kCombineThreads = 128;
-constexpr int kPerThread = 4;
 
 __device__ float load(const MatrixView& x, std::int64_t at) {
   if (x.dtype == DType::f32) return static_cast<const float*>(x.data)[at];
@@ -96,22 +95,46 @@ __device__ float shared_weight(const CombineArgs& args, int token) {
   return 1.0f / (1.0f + expf(-block_sum(dot)));
 }
 
-/// kPerThread numbers of a slot; those from `count` on are 0.
-__device__ __forceinline__ float4 load_slot(const __nv_bfloat16* x, int count) {
-  uint2 pairs{};
-  if (count == kPerThread && reinterpret_cast<std::uintptr_t>(x) % 8 == 0) {
-    pairs = *reinterpret_cast<const uint2*>(x);
-  } else {
-    const auto* codes = reinterpret_cast<const std::uint16_t*>(x);
-    for (int i = 0; i < count; ++i) (i < 2 ? pairs.x : pairs.y) |= codes[i] << (i % 2 * 16);
+/// 16 bytes of a slot. What lies beyond `count` numbers is 0.
+template <class Slot>
+struct Piece {
+  static constexpr int count = 16 / sizeof(Slot);
+  uint4 words{};
+
+  __device__ __forceinline__ void load(const Slot* x, int there) {
+    if (there >= count && reinterpret_cast<std::uintptr_t>(x) % 16 == 0) {
+      words = *reinterpret_cast<const uint4*>(x);
+      return;
+    }
+    alignas(16) Slot numbers[count] = {};
+    for (int i = 0; i < count; ++i)
+      if (i < there) numbers[i] = x[i];
+    words = *reinterpret_cast<const uint4*>(numbers);
   }
-  return {__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
-          __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)};
-}
-__device__ __forceinline__ float4 load_slot(const float* x, int count) {
-  if (count == kPerThread && reinterpret_cast<std::uintptr_t>(x) % 16 == 0)
-    return *reinterpret_cast<const float4*>(x);
-  return {count > 0 ? x[0] : 0.0f, count > 1 ? x[1] : 0.0f, count > 2 ? x[2] : 0.0f, count > 3 ? x[3] : 0.0f};
+  __device__ __forceinline__ float operator[](int i) const {
+    const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
+    if constexpr (sizeof(Slot) == 4) return __uint_as_float(all[i]);
+    return __uint_as_float(i % 2 == 0 ? all[i / 2] << 16 : all[i / 2] & 0xffff0000u);
+  }
+};
+
+/// `there` of these numbers, at number `at` of out.
+template <int kCount>
+__device__ __forceinline__ void store_sums(const MutableMatrixView& out, std::int64_t at,
+                                           const float (&sums)[kCount], int there) {
+  if (out.dtype == DType::bf16 && there >= kCount &&
+      (reinterpret_cast<std::uintptr_t>(out.data) + 2 * at) % (2 * kCount) == 0) {
+    alignas(16) __nv_bfloat162 pairs[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i) pairs[i] = __floats2bfloat162_rn(sums[2 * i], sums[2 * i + 1]);
+    auto* to = static_cast<std::uint16_t*>(out.data) + at;
+    if constexpr (kCount == 8)
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(pairs);
+    else
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(pairs);
+    return;
+  }
+  for (int i = 0; i < kCount; ++i)
+    if (i < there) store(out, at + i, sums[i]);
 }
 
 /// Block (i, t): a piece of token t. All loads of eight slots are begun before the first is used.
@@ -119,15 +142,15 @@ template <class Slot>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  constexpr int ahead = 8;
+  constexpr int ahead = 8, each = Piece<Slot>::count;
   for (int token = blockIdx.y; token < args.tokens; token += gridDim.y) {
     const float share = args.shared == nullptr ? 0.0f : shared_weight(args, token);
-    const int h = (blockIdx.x * kCombineThreads + threadIdx.x) * kPerThread;
-    const int count = min(kPerThread, args.hidden - h);
+    const int h = (blockIdx.x * kCombineThreads + threadIdx.x) * each;
+    const int count = min(each, args.hidden - h);
     if (count <= 0) continue;
-    float sums[kPerThread] = {};
+    float sums[each] = {};
     for (int first = 0; first < args.top_k; first += ahead) {
-      float4 x[ahead];
+      Piece<Slot> x[ahead];
       float weights[ahead];
       bool there[ahead];
 #pragma unroll
@@ -135,7 +158,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
         const std::int64_t slot =
             static_cast<std::int64_t>(token) * args.top_k + min(first + k, args.top_k - 1);
         const std::int64_t row = args.positions == nullptr ? slot : max(args.positions[slot], 0);
-        x[k] = load_slot(static_cast<const Slot*>(args.slots) + row * args.hidden + h, count);
+        x[k].load(static_cast<const Slot*>(args.slots) + row * args.hidden + h, count);
         weights[k] = args.weights[slot];
         there[k] = first + k < args.top_k &&
                    static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
@@ -143,17 +166,16 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
 #pragma unroll
       for (int k = 0; k < ahead; ++k) {
         if (!there[k]) continue;
-        sums[0] = fmaf(weights[k], x[k].x, sums[0]);
-        sums[1] = fmaf(weights[k], x[k].y, sums[1]);
-        sums[2] = fmaf(weights[k], x[k].z, sums[2]);
-        sums[3] = fmaf(weights[k], x[k].w, sums[3]);
+#pragma unroll
+        for (int i = 0; i < each; ++i) sums[i] = fmaf(weights[k], x[k][i], sums[i]);
       }
     }
     const std::int64_t at = static_cast<std::int64_t>(token) * args.hidden + h;
-    for (int i = 0; i < count; ++i) {
-      if (args.shared != nullptr) sums[i] = fmaf(share, args.shared[at + i], sums[i]);
-      store(args.out, at + i, sums[i]);
-    }
+    if (args.shared != nullptr)
+#pragma unroll
+      for (int i = 0; i < each; ++i)
+        if (i < count) sums[i] = fmaf(share, args.shared[at + i], sums[i]);
+    store_sums(args.out, at, sums, count);
   }
 }
 
@@ -162,20 +184,23 @@ __global__ void __launch_bounds__(kCombineThreads) sum_kernel(const SumArgs args
   wait_for_previous_kernel();
   let_next_kernel_start();
   const auto n = static_cast<int>(args.out.cols);
-  const int column = (blockIdx.x * kCombineThreads + threadIdx.x) * kPerThread;
-  const int count = min(kPerThread, n - column);
+  constexpr int each = Piece<float>::count;
+  const int column = (blockIdx.x * kCombineThreads + threadIdx.x) * each;
+  const int count = min(each, n - column);
   if (count <= 0) return;
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.y) * n + column, whole = args.out.rows * n;
-  float sums[kPerThread] = {};
+  float sums[each] = {};
   for (int part = 0; part < args.parts; ++part) {
-    const float4 x = load_slot(args.sums + part * whole + at, count);
-    sums[0] += x.x;
-    sums[1] += x.y;
-    sums[2] += x.z;
-    sums[3] += x.w;
+    Piece<float> x;
+    x.load(args.sums + part * whole + at, count);
+#pragma unroll
+    for (int i = 0; i < each; ++i) sums[i] += x[i];
   }
-  for (int i = 0; i < count; ++i)
-    store(args.out, at + i, sums[i] + (args.bias == nullptr ? 0.0f : args.bias[column + i]));
+  if (args.bias != nullptr)
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (i < count) sums[i] += args.bias[column + i];
+  store_sums(args.out, at, sums, count);
 }
 
 }  // namespace
@@ -184,18 +209,22 @@ cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream) {
   return launch_dependent(items_kernel, {.blocks = 1, .threads = kItemThreads, .stream = stream}, args);
 }
 
+template <class Slot>
+unsigned pieces_of(std::int64_t numbers) {
+  constexpr int piece = kCombineThreads * Piece<Slot>::count;
+  return static_cast<unsigned>((numbers + piece - 1) / piece);
+}
+
 cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream) {
-  constexpr int piece = kCombineThreads * kPerThread;
-  const dim3 blocks((args.hidden + piece - 1) / piece, args.tokens < 65535 ? args.tokens : 65535);
+  const bool bf16 = args.slots_dtype == DType::bf16;
+  const dim3 blocks(bf16 ? pieces_of<__nv_bfloat16>(args.hidden) : pieces_of<float>(args.hidden),
+                    args.tokens < 65535 ? args.tokens : 65535);
   const Launch launch{.blocks = blocks, .threads = kCombineThreads, .stream = stream};
-  return args.slots_dtype == DType::bf16 ? launch_dependent(combine_kernel<__nv_bfloat16>, launch, args)
-                                         : launch_dependent(combine_kernel<float>, launch, args);
+  return launch_dependent(bf16 ? combine_kernel<__nv_bfloat16> : combine_kernel<float>, launch, args);
 }
 
 cudaError_t launch_sum(const SumArgs& args, cudaStream_t stream) {
-  constexpr std::int64_t piece = kCombineThreads * kPerThread;
-  const dim3 blocks(static_cast<unsigned>((args.out.cols + piece - 1) / piece),
-                    static_cast<unsigned>(args.out.rows));
+  const dim3 blocks(pieces_of<float>(args.out.cols), static_cast<unsigned>(args.out.rows));
   return launch_dependent(sum_kernel, {.blocks = blocks, .threads = kCombineThreads, .stream = stream}, args);
 }
 

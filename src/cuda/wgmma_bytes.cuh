@@ -9,38 +9,51 @@
 namespace gatefold::cuda {
 
 #define GATEFOLD_SUMS_4(c, i) "+" c(d[i]), "+" c(d[i + 1]), "+" c(d[i + 2]), "+" c(d[i + 3])
-/// The numbers of its operands follow the sums.
-#define GATEFOLD_BYTE_WGMMA(types, c, tail)                                                               \
-  asm volatile(                                                                                           \
-      "{\n.reg .pred add;\n.reg .b64 rows;\nsetp.ne.b32 add, %21, 0;\nmov.b64 rows, {%20, 0x40000040};\n" \
-      "wgmma.mma_async.sync.aligned.m64n32k32." types                                                     \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, "   \
-      "rows, "                                                                                            \
-      "add" tail ";\n}\n"                                                                                 \
-      : GATEFOLD_SUMS_4(c, 0), GATEFOLD_SUMS_4(c, 4), GATEFOLD_SUMS_4(c, 8), GATEFOLD_SUMS_4(c, 12)       \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(rows), "n"(kAdd ? 1 : 0))
+#define GATEFOLD_SUMS_16(c, i)                                                                \
+  GATEFOLD_SUMS_4(c, 16 * i), GATEFOLD_SUMS_4(c, 16 * i + 4), GATEFOLD_SUMS_4(c, 16 * i + 8), \
+      GATEFOLD_SUMS_4(c, 16 * i + 12)
+#define GATEFOLD_SUMS_OF_32(c) GATEFOLD_SUMS_16(c, 0)
+#define GATEFOLD_SUMS_OF_64(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1)
+#define GATEFOLD_SUMS_OF_96(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2)
 
-/// d = a * b, or d += a * b: m64n32k32. Sums and b are those of Wgmma. Of a, word 0 has row lane / 4 and k
+/// d = a * b, or d += a * b: m64nNk32. Sums and b are those of Wgmma. Of a, word 0 has row lane / 4 and k
 /// indices 4 (lane % 4) .., word 1 row + 8, words 2 and 3 the same rows and k indices 16 + 4 (lane % 4) ..
-template <bool kAdd>
-__device__ __forceinline__ void multiply_bytes(float (&d)[16], const std::uint32_t (&a)[4],
-                                               std::uint32_t rows) {
-  GATEFOLD_BYTE_WGMMA("f32.e4m3.e4m3", "f", ", 1, 1");
-}
-template <bool kAdd>
-__device__ __forceinline__ void multiply_bytes(std::int32_t (&d)[16], const std::uint32_t (&a)[4],
-                                               std::uint32_t rows) {
-  GATEFOLD_BYTE_WGMMA("s32.s8.s8", "r", "");
-}
+template <int N>
+struct ByteWgmma;
+
+#define GATEFOLD_BYTE_WGMMA_OF(n, types, tail, a0, a1, a2, a3, b, add, registers, ...)                    \
+  asm volatile("{\n.reg .pred add;\n.reg .b64 rows;\nsetp.ne.b32 add, %" #add ", 0;\nmov.b64 rows, {%" #b \
+               ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" registers         \
+               "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, rows, add" tail ";\n}\n"                     \
+               : __VA_ARGS__                                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(rows), "n"(kAdd ? 1 : 0))
+/// The numbers of the operands follow those of the sums.
+#define GATEFOLD_BYTE_WGMMA(n, a0, a1, a2, a3, b, add, registers, sums)                                   \
+  template <>                                                                                             \
+  struct ByteWgmma<n> {                                                                                   \
+    template <bool kAdd>                                                                                  \
+    static __device__ __forceinline__ void run(float (&d)[n / 2], const std::uint32_t (&a)[4],            \
+                                               std::uint32_t rows) {                                      \
+      GATEFOLD_BYTE_WGMMA_OF(n, "f32.e4m3.e4m3", ", 1, 1", a0, a1, a2, a3, b, add, registers, sums("f")); \
+    }                                                                                                     \
+    template <bool kAdd>                                                                                  \
+    static __device__ __forceinline__ void run(std::int32_t (&d)[n / 2], const std::uint32_t (&a)[4],     \
+                                               std::uint32_t rows) {                                      \
+      GATEFOLD_BYTE_WGMMA_OF(n, "s32.s8.s8", "", a0, a1, a2, a3, b, add, registers, sums("r"));           \
+    }                                                                                                     \
+  };
+
+GATEFOLD_BYTE_WGMMA(32, 16, 17, 18, 19, 20, 21, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
+GATEFOLD_BYTE_WGMMA(64, 32, 33, 34, 35, 36, 37, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_SUMS_OF_64)
+GATEFOLD_BYTE_WGMMA(96, 48, 49, 50, 51, 52, 53, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2,
+                    GATEFOLD_SUMS_OF_96)
 #undef GATEFOLD_BYTE_WGMMA
+#undef GATEFOLD_BYTE_WGMMA_OF
 
 /// d = a * b, or d += a * b: m64nNk32, both operands in shared memory: 64 and N swizzled_rows (of 128 bytes).
 template <int N>
 struct RowsWgmma;
 
-#define GATEFOLD_SUMS_16(c, i)                                                                \
-  GATEFOLD_SUMS_4(c, 16 * i), GATEFOLD_SUMS_4(c, 16 * i + 4), GATEFOLD_SUMS_4(c, 16 * i + 8), \
-      GATEFOLD_SUMS_4(c, 16 * i + 12)
 #define GATEFOLD_ROWS_WGMMA_OF(n, types, tail, a, b, add, registers, ...)                         \
   asm volatile("{\n.reg .pred add;\n.reg .b64 rows, columns;\nsetp.ne.b32 add, %" #add            \
                ", 0;\nmov.b64 rows, {%" #a ", 0x40000040};\nmov.b64 columns, {%" #b               \
@@ -63,12 +76,8 @@ struct RowsWgmma;
       GATEFOLD_ROWS_WGMMA_OF(n, "s32.s8.s8", "", a, b, add, registers, sums("r"));             \
     }                                                                                          \
   };
-#define GATEFOLD_SUMS_OF_32(c) GATEFOLD_SUMS_16(c, 0)
-#define GATEFOLD_SUMS_OF_64(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1)
-#define GATEFOLD_SUMS_OF_72(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32)
 #define GATEFOLD_SUMS_OF_80(c) \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
-#define GATEFOLD_SUMS_OF_96(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2)
 #define GATEFOLD_SUMS_OF_112(c)                                                                   \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_4(c, 48), \
       GATEFOLD_SUMS_4(c, 52)
@@ -83,11 +92,6 @@ struct RowsWgmma;
 
 GATEFOLD_ROWS_WGMMA(32, 16, 17, 18, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
 GATEFOLD_ROWS_WGMMA(64, 32, 33, 34, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_SUMS_OF_64)
-GATEFOLD_ROWS_WGMMA(72, 36, 37, 38,
-                    GATEFOLD_R0 ", " GATEFOLD_R1
-                                ", "
-                                "%32, %33, %34, %35",
-                    GATEFOLD_SUMS_OF_72)
 GATEFOLD_ROWS_WGMMA(80, 40, 41, 42,
                     GATEFOLD_R0 ", " GATEFOLD_R1
                                 ", "
