@@ -96,6 +96,32 @@ struct Places {
   StagePlace weights, inputs;
 };
 
+/// The scales of a tile's rows of activations: copied to shared memory while the tile is multiplied, where
+/// there is room for them. Warpgroups have their own.
+template <class T>
+__device__ __forceinline__ float* own_row_scales(std::byte* memory) {
+  return reinterpret_cast<float*>(memory + Stages<T>::row_scales_at) + threadIdx.x / 128 * T::tokens;
+}
+template <class T>
+__device__ __forceinline__ void copy_row_scales(const GemmArgs& args, const Tile& tile, std::byte* memory) {
+  if constexpr (T::bytes && !T::record_scales) {
+    sync_threads<128>(1 + threadIdx.x / 128);  // the last tile's have been read
+    for (int i = threadIdx.x % 128; i < tile.count; i += 128)
+      copy_4_bytes(own_row_scales<T>(memory) + i, args.inputs.row_scales + tile.row + i);
+  }
+}
+/// At the end of the tile. nullptr: there are none.
+template <class T>
+__device__ __forceinline__ const float* row_scales(const GemmArgs& args, const Tile& tile,
+                                                   std::byte* memory) {
+  if constexpr (T::bytes && !T::record_scales) {
+    wait_for_copies();
+    sync_threads<128>(1 + threadIdx.x / 128);
+    return own_row_scales<T>(memory);
+  }
+  return args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row;
+}
+
 /// A tile by its item's tokens, at most N. Its first stage of weights is there.
 template <class T, int N>
 __device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring,
@@ -198,11 +224,13 @@ __device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const Warpg
   const RingBarriers<T> barriers(ring);
   for (Places at;;) {
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
-    const int count = read_by_lane_0(ring.tiles[at.weights.index]).count;
-    if (count == 0) return;
+    const Tile next = read_by_lane_0(ring.tiles[at.weights.index]);
+    if (next.count == 0) return;
+    copy_row_scales<T>(args, next, memory);
     TileResult<T> result;
-    const Tile tile = multiply_tile_of<T, T::least_tokens>(args, ring, barriers, count, at, memory, result);
-    finish_tile<T>(args, tile, result);
+    const Tile tile =
+        multiply_tile_of<T, T::least_tokens>(args, ring, barriers, next.count, at, memory, result);
+    finish_tile<T>(args, tile, row_scales<T>(args, tile, memory), result);
   }
 }
 

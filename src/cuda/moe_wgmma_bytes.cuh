@@ -93,6 +93,7 @@ requires(T::bytes && !T::from_memory) __device__ __forceinline__ Tile
   ByteSums<T, N> to;
   to.clear();
   ByteFragments<T> fragments;
+  const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) fragments.decode(record, block);
 #pragma unroll 1
@@ -104,7 +105,7 @@ requires(T::bytes && !T::from_memory) __device__ __forceinline__ Tile
                                            : T::P.value_bytes());
     const RecordScales<T::P> scales(extra, lane);
     const std::byte* inputs = memory + at.inputs.index * S::input_bytes;
-    const std::uint32_t columns = swizzled_rows(shared_address(inputs));
+    const std::uint32_t columns = add_bytes(all_columns, at.inputs.index * S::input_bytes);
     const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
     const float* x_scales = reinterpret_cast<const float*>(inputs + S::scales_at) + lane % 4 * 2;
     const bool last = step + 1 == args.steps;
@@ -122,7 +123,6 @@ requires(T::bytes && !T::from_memory) __device__ __forceinline__ Tile
     wait_barrier(inputs_full, at.inputs.parity);
 #pragma unroll
     for (int first = 0; first < N; first += to.piece) {
-      const bool last_piece = first + to.piece == N;
       begin_multiplies();
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -131,10 +131,9 @@ requires(T::bytes && !T::from_memory) __device__ __forceinline__ Tile
           ByteWgmma<to.piece>::template run<false>(to.part, fragments.a[block], b);
         else
           ByteWgmma<to.piece>::template run<true>(to.part, fragments.a[block], b);
-        if (last_piece) commit_multiplies();
+        commit_multiplies();
       }
-      if (last_piece) break;
-      commit_multiplies();
+      if (first + to.piece == N) break;
       wait_for_multiplies<0>();
       to.add_part(first, scales, x_scales);
     }

@@ -58,10 +58,13 @@ template <class T>
 requires(T::bytes) struct Stages<T> {
   static constexpr int scales_at = T::tokens * kRecordColumns;
   static constexpr int input_bytes = scales_at + (T::record_scales ? 1024 : 0);
-  static constexpr int most = T::ring_bytes / (input_bytes + T::weight_bytes / T::steps);
+  /// f32 [warpgroups][tokens]: of an item's rows.
+  static constexpr int row_scales_bytes = T::record_scales ? 0 : T::warps / 4 * T::tokens * 4;
+  static constexpr int row_scales_at = T::ring_bytes - row_scales_bytes;
+  static constexpr int most = row_scales_at / (input_bytes + T::weight_bytes / T::steps);
   static constexpr int inputs = most < T::most_stages ? most : T::most_stages;
   static constexpr int weights_at = inputs * input_bytes;
-  static constexpr int rest = (T::ring_bytes - weights_at) / T::weight_bytes;
+  static constexpr int rest = (row_scales_at - weights_at) / T::weight_bytes;
   static constexpr int weights = rest < T::most_stages ? rest : T::most_stages;
   static_assert(weights >= 2 && inputs >= 2);
 

@@ -50,8 +50,10 @@ class LaneRows {
  public:
   using Sums = float[kPieceTokens / 2];
 
-  __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, int of_warp)
-      : args_(args), tile_(tile), gate_up_(args.kind == GemmKind::gate_up) {
+  /// x_scales: of the tile's tokens, or nullptr.
+  __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, const float* x_scales,
+                                      int of_warp)
+      : args_(args), tile_(tile), x_scales_(x_scales), gate_up_(args.kind == GemmKind::gate_up) {
     int thread;  // not a value that took a register during the multiply
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     lane_ = thread % 32;
@@ -153,8 +155,8 @@ class LaneRows {
     }
   }
   __device__ __forceinline__ void scale(Sums& sums) const {
-    if (const float* x_scales = args_.inputs.row_scales; x_scales != nullptr) {
-      x_scales += tile_.row + first_ + token_;
+    if (x_scales_ != nullptr) {
+      const float* x_scales = x_scales_ + first_ + token_;
       const int left = tile_.count - first_;
 #pragma unroll
       for (int i = 0; i < kEights; ++i) {
@@ -273,12 +275,13 @@ class LaneRows {
                           high = exchange(narrow_both(sums[4 * i + 2], sums[4 * i + 3], bf16));
       const std::uint32_t other = __shfl_xor_sync(~0u, second ? low : high, 8);
       const uint2 four = second ? uint2{other, high} : uint2{low, other};
-      if (8 * i < left) *reinterpret_cast<uint2*>(out) = four;
+      if (8 * i < left) store_8_bytes(out, four);
     }
   }
 
   const GemmArgs& args_;
   const Tile& tile_;
+  const float* x_scales_;
   bool gate_up_;
   int lane_, unit_, row_;  ///< row_: of the matrix, the first row, or the channel
   int token_, odd_;        ///< of 8 tokens, the first of this lane's two; whether the row is an odd one
@@ -289,10 +292,11 @@ class LaneRows {
 /// There is one end for all kinds of tiles: a lane's sums of the tokens that an item lacks are anything.
 /// Those of the unit that is finished are always in the first registers.
 template <class T>
-__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, TileResult<T>& result) {
+__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, const float* x_scales,
+                                            TileResult<T>& result) {
 #pragma unroll 1
   for (int u = 0; u < T::units; ++u) {
-    LaneRows<T> rows(args, tile, u);
+    LaneRows<T> rows(args, tile, x_scales, u);
     if (!rows.there()) return;  // nor are the others
     rows.finish(result[0]);
     if constexpr (T::units > 1) result[0] = result[1];

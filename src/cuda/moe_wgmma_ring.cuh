@@ -19,6 +19,7 @@ struct WarpgroupTraits {
   using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = Plain::M;
+  static constexpr bool bytes = false;
   /// Operands that one multiply can take.
   static constexpr bool possible = !Plain::split_inputs && !Plain::split_weights;
   /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next.

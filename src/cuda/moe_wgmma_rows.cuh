@@ -50,18 +50,6 @@ struct RowSums {
   }
 };
 
-/// Reads what the end of a tile will, whose loads then go no further than the L1 cache.
-template <class T>
-__device__ __forceinline__ void read_ahead(const GemmArgs& args, const Tile& tile) {
-  const int lane = threadIdx.x % 32;
-  const auto read = [](const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); };
-  if (args.inputs.row_scales != nullptr && lane * 32 < tile.count)
-    read(args.inputs.row_scales + tile.row + lane * 32);
-  const int unit = tile.first_group * kGroupUnits + static_cast<int>(threadIdx.x) / 32;
-  if (T::P.row_scale && lane == 0 && unit < args.groups * kGroupUnits)
-    read(reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride) + unit * kUnitRows);
-}
-
 /// A tile of at most N tokens. Its first stage of weights is there.
 template <class T, int N>
 requires(T::bytes&& T::from_memory) __device__ __forceinline__ Tile
@@ -79,7 +67,6 @@ requires(T::bytes&& T::from_memory) __device__ __forceinline__ Tile
     arrive(barriers.inputs_full + places.inputs.index * 8 + barriers.empty);
     arrive(barriers.weights_full + places.weights.index * 8 + barriers.empty);
   };
-  read_ahead<T>(args, read_by_lane_0(ring.tiles[at.weights.index]));
   RowSums<T, N> to;
   to.clear();
   Places before;  // whose multiplies may not be done

@@ -108,6 +108,14 @@ __device__ __forceinline__ void copy_4_bytes(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
 }
+/// Waits for this thread's copies of 4 and of 16 bytes.
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+/// Not as two stores of 4 bytes, which the compiler makes of them where their registers are no neighbours.
+__device__ __forceinline__ void store_8_bytes(void* to, uint2 words) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
+}
 /// Arrives when all copies of 4 or 16 bytes that this thread has begun are done.
 __device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
