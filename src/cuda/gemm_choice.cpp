@@ -19,20 +19,22 @@ Costs costs_of(int bits, const GemmChoice& choice) {
   const GemmKernel& kernel = choice.kernels[0];
   if (choice.tuning.body == CudaTuning::Body::warps) {
     const bool few = kernel.tokens <= kTileTokens;
-    if (bits == 4) return {few ? 26.0 : 34.0, 11, 0};
-    return bits == 8 ? Costs{few ? 56.0 : 66.0, 13.5, 0} : Costs{few ? 80.0 : 90.0, 13.5, 0};
+    if (bits == 4) return {few ? 26.0 : 34.0, 11.2, 0};
+    if (bits == 8) return few ? Costs{56, 12.9, 0} : Costs{76, 11.8, 0};
+    return few ? Costs{157, 22.2, 0} : Costs{101, 17.2, 0};
   }
   const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
-  if (of_bytes && bits == 8) return few ? Costs{610, 9.5, 10} : Costs{420, 10.2, 21};
-  if (of_bytes) return few ? Costs{1130, 7.7, 35} : Costs{480, 9.5, 34};
-  if (few) return bits == 16 ? Costs{700, 16, 54} : bits == 8 ? Costs{1360, 17, 100} : Costs{770, 16.3, 54};
-  return bits == 16 ? Costs{700, 16, 86} : bits == 8 ? Costs{910, 17, 140} : Costs{750, 16, 86};
+  if (of_bytes && bits == 8) return few ? Costs{80, 11.7, 1} : Costs{242, 10.2, 31};
+  if (of_bytes) return few ? Costs{1010, 10.3, 28} : Costs{724, 9.3, 21};
+  if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
+  if (bits == 8) return few ? Costs{1332, 16.2, 46} : Costs{903, 18.6, 107};
+  return few ? Costs{739, 17.7, 56} : Costs{769, 16.5, 80};
 }
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
-constexpr double kCacheBytes = 3010;  ///< and from its L2 cache
+constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
 constexpr double kOverlap = 5.5;      ///< reading and multiplying overlap: a norm of this power
-constexpr double kStart = 33900;      ///< of a multiply
-constexpr double kItems = 20300;      ///< of a kernel that cuts tokens into items
+constexpr double kStart = 29000;      ///< of a multiply
+constexpr double kItems = 17900;      ///< of a kernel that cuts tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
 struct Load {
