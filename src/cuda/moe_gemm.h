@@ -88,8 +88,7 @@ struct GemmArgs {
   std::int32_t out_tile_rows = 0;  ///< of 16-bit outputs of gate_up, which down reads: GemmInputs::tile_rows
   DType out_dtype = DType::f32;
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
-  std::int32_t whole_items =
-      0;  ///< of all slots, where one expert or each part takes them; set by the launch
+  std::int32_t whole_items = 0;  ///< of all slots, by one expert or part; set by the launch
   /// The columns of one matrix in parts of `steps` each, as if they were experts: there is enough to do for
   /// all warps where rows are few. Sums of part p lie part_out * p numbers after those of part 0.
   std::int32_t parts = 1;
