@@ -100,7 +100,8 @@ class LaneRows {
   }
 
  private:
-  static constexpr int kEights = kPieceTokens / 8, kPieces = (T::tokens + kPieceTokens - 1) / kPieceTokens;
+  static constexpr int kEights = kPieceTokens / 8, kPieces = T::tokens / kPieceTokens;
+  static_assert(T::tokens % kPieceTokens == 0);
 
   /// All pieces that have tokens, one after the other.
   template <class AllSums, class Store>
@@ -110,10 +111,8 @@ class LaneRows {
       if (piece > 0 && first_ >= tile_.count) return;
       Sums own;
 #pragma unroll
-      for (int i = 0; i < kPieceTokens / 2; ++i) {
-        const int at = piece * kPieceTokens / 2 + i;
-        own[i] = at < T::tokens / 2 ? static_cast<float>(sums[at]) : 0.0f;
-      }
+      for (int i = 0; i < kPieceTokens / 2; ++i)
+        own[i] = static_cast<float>(sums[piece * kPieceTokens / 2 + i]);
       scale(own);
       store(own);
     }
