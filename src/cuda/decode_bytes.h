@@ -15,14 +15,21 @@ constexpr bool fits_bytes(Format value, Format m) {
 
 /// value = decoded * 2^byte_power.
 constexpr int byte_power(Format value, Format m) {
-  return value == formats::int4 && m == formats::int8 ? -4 : 0;
+  return value != formats::int4 ? 0 : m == formats::int8 ? -4 : 8;
 }
 
-/// e4m3 of first .. first + 3.
-constexpr std::uint32_t e4m3_of_four(int first) {
-  std::uint32_t word = 0;
-  for (int i = 0; i < 4; ++i) word |= encode<formats::e4m3>(static_cast<float>(first + i)) << (8 * i);
-  return word;
+/// |a - b| of each byte.
+GATEFOLD_HD std::uint32_t byte_distances(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return __vabsdiffu4(a, b);
+#else
+  std::uint32_t distances = 0;
+  for (int shift = 0; shift < 32; shift += 8) {
+    const std::uint32_t x = a >> shift & 0xff, y = b >> shift & 0xff;
+    distances |= (x < y ? y - x : x - y) << shift;
+  }
+  return distances;
+#endif
 }
 
 /// 8 codes of a row, neighbours in k: P.value.bits / 4 words to two, in the order of column_of_byte.
@@ -35,15 +42,12 @@ GATEFOLD_HD void decode8_bytes(const std::uint32_t* words, std::uint32_t (&out)[
     out[0] = (words[0] << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
     out[1] = (words[0] & 0xf0f0f0f0u) ^ 0x80808080u;
   } else {
-    // Tables of those below 0 (codes 0 to 7) and of the others; multiples of e4m3's smallest subnormal would
-    // need none, but multiplies align products by their exponents, as if they had leading bits.
-    constexpr std::uint32_t below[2] = {e4m3_of_four(-8), e4m3_of_four(-4)},
-                            above[2] = {e4m3_of_four(0), e4m3_of_four(4)};
-    const std::uint32_t shifted = words[0] << 4, places = words[0] & 0x77777777u;
-    for (int w = 0; w < 2; ++w)
-      out[w] = merge(select_bytes(above[0], above[1], places >> (16 * w)),
-                     select_bytes(below[0], below[1], places >> (16 * w)),
-                     select_bytes(shifted, words[0], w == 0 ? 0xd9c8 : 0xfbea));
+    // e4m3's bytes up to 16 are multiples of its smallest subnormal. Codes count from 0, and are doubled, so
+    // that 4 to 7 are normal numbers: multiplies align products by their exponents, those of subnormals as if
+    // they had leading bits.
+    constexpr std::uint32_t codes = 0x1e1e1e1eu, zeros = 0x10101010u, signs = 0x80808080u;
+    out[0] = byte_distances(words[0] << 1 & codes, zeros) | (~(words[0] << 4) & signs);
+    out[1] = byte_distances(words[0] >> 3 & codes, zeros) | (~words[0] & signs);
   }
 }
 

@@ -25,7 +25,7 @@ Costs costs_of(int bits, const GemmChoice& choice) {
   }
   const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
   if (of_bytes && bits == 8) return few ? Costs{80, 11.7, 1} : Costs{242, 10.2, 31};
-  if (of_bytes) return few ? Costs{1010, 10.3, 28} : Costs{724, 9.3, 21};
+  if (of_bytes) return few ? Costs{800, 10.3, 28} : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
   if (bits == 8) return few ? Costs{1332, 16.2, 46} : Costs{903, 18.6, 107};
   return few ? Costs{739, 17.7, 56} : Costs{769, 16.5, 80};
@@ -138,7 +138,8 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
   for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
-  for (const int tokens : {32, kFewTokensOfTile, 128, kManyTokensOfTile}) add(Body::warpgroups, tokens);
+  for (const int tokens : {32, kFewTokensOfTile, 128, kManyTokensOfTile, kMostTokensOfTile})
+    add(Body::warpgroups, tokens);
   return choices;
 }
 

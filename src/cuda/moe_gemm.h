@@ -145,8 +145,8 @@ GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
 inline constexpr int kFewTokensOfTile = 64;
-/// The most of an item.
-inline constexpr int kManyTokensOfTile = 160;
+/// The most of an item, by most kernels and by any.
+inline constexpr int kManyTokensOfTile = 160, kMostTokensOfTile = 192;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 

@@ -96,30 +96,38 @@ struct Places {
   StagePlace weights, inputs;
 };
 
-/// The scales of a tile's rows of activations: copied to shared memory while the tile is multiplied, where
-/// there is room for them. Warpgroups have their own.
+/// Scales for the end of a tile are copied to shared memory while it is multiplied, where there is room for
+/// them: those of its tokens, and then those of weights' rows. Warpgroups have their own.
 template <class T>
-__device__ __forceinline__ float* own_row_scales(std::byte* memory) {
-  return reinterpret_cast<float*>(memory + Stages<T>::row_scales_at) + threadIdx.x / 128 * T::tokens;
+__device__ __forceinline__ float* own_scales(std::byte* memory) {
+  return reinterpret_cast<float*>(memory + Stages<T>::end_scales_at) + threadIdx.x / 128 * T::end_scales;
 }
 template <class T>
-__device__ __forceinline__ void copy_row_scales(const GemmArgs& args, const Tile& tile, std::byte* memory) {
-  if constexpr (T::bytes && !T::record_scales) {
+__device__ __forceinline__ void copy_end_scales(const GemmArgs& args, const Tile& tile, std::byte* memory) {
+  if constexpr (T::bytes) {
+    const int thread = threadIdx.x % 128;
+    float* const own = own_scales<T>(memory);
     sync_threads<128>(1 + threadIdx.x / 128);  // the last tile's have been read
-    for (int i = threadIdx.x % 128; i < tile.count; i += 128)
-      copy_4_bytes(own_row_scales<T>(memory) + i, args.inputs.row_scales + tile.row + i);
+    if constexpr (T::scaled_tokens > 0)
+      for (int i = thread; i < tile.count; i += 128)
+        copy_4_bytes(own + i, args.inputs.row_scales + tile.row + i);
+    const int row =
+        tile.first_group * (kGroupUnits * kUnitRows) + threadIdx.x / 128 * kWarpgroupRows + thread;
+    if (T::P.row_scale && thread < kWarpgroupRows && row < args.groups * (kGroupUnits * kUnitRows))
+      copy_4_bytes(own + T::scaled_tokens + thread,
+                   reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride) + row);
   }
 }
-/// At the end of the tile. nullptr: there are none.
+/// At the end of the tile.
 template <class T>
-__device__ __forceinline__ const float* row_scales(const GemmArgs& args, const Tile& tile,
-                                                   std::byte* memory) {
-  if constexpr (T::bytes && !T::record_scales) {
+__device__ __forceinline__ EndScales end_scales(const GemmArgs& args, const Tile& tile, std::byte* memory) {
+  if constexpr (T::bytes) {
     wait_for_copies();
     sync_threads<128>(1 + threadIdx.x / 128);
-    return own_row_scales<T>(memory);
+    const float* own = own_scales<T>(memory);
+    return {T::scaled_tokens > 0 ? own : nullptr, own + T::scaled_tokens};
   }
-  return args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row;
+  return {args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row, nullptr};
 }
 
 /// A tile by its item's tokens, at most N. Its first stage of weights is there.
@@ -131,7 +139,8 @@ __device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const Warpgr
   constexpr int kBatches = kRecordColumns / T::batch;
   const Stages<T>& stages = ring.stages;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int unit = warp * T::units, group = unit / kGroupUnits;
+  const int unit = warp / 4 * 4 * T::units + warp % 4, group = unit / kGroupUnits;  // the first one
+  constexpr int next_unit = 4 / kGroupUnits;  // groups from a warp's unit to its next one
   UnitSums<T, N> to[T::units];
 #pragma unroll
   for (auto& sums : to) sums.clear();
@@ -167,9 +176,10 @@ __device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const Warpgr
       for (int batch = 0; batch < kBatches; ++batch)
 #pragma unroll
         for (int u = 0; u < T::units; ++u) {
-          const RecordScales<P> scales(extra + u * T::extra_stride, lane);
+          const RecordScales<P> scales(
+              extra + u * next_unit * (T::P.apart() ? T::group_extra_bytes : T::group_bytes), lane);
           Fragments<T>& a = fragments[(batch * T::units + u) % 2];
-          a.decode(record + u * T::record_bytes, scales, batch, lane);
+          a.decode(record + u * next_unit * T::group_bytes, scales, batch, lane);
           if constexpr (T::scaled_groups)
             if (batch * T::batch % P.group == 0) {
               if constexpr (T::units == 1) wait_for_multiplies<0>();
@@ -226,11 +236,11 @@ __device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const Warpg
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
     const Tile next = read_by_lane_0(ring.tiles[at.weights.index]);
     if (next.count == 0) return;
-    copy_row_scales<T>(args, next, memory);
+    copy_end_scales<T>(args, next, memory);
     TileResult<T> result;
     const Tile tile =
         multiply_tile_of<T, T::least_tokens>(args, ring, barriers, next.count, at, memory, result);
-    finish_tile<T>(args, tile, row_scales<T>(args, tile, memory), result);
+    finish_tile<T>(args, tile, end_scales<T>(args, tile, memory), memory, result);
   }
 }
 

@@ -25,7 +25,7 @@ GemmKernel kernel_of() {
           .step_bytes = T::step_bytes,
           .tile_groups = T::groups,
           .tiled = true,
-          .byte_order = byte_order(T::P.value, T::M)};
+          .byte_order = byte_order(T::P.value)};
 }
 
 template <class S, bool kWide>

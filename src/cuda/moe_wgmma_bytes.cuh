@@ -15,44 +15,42 @@
 
 namespace gatefold::cuda {
 
-/// The sums of N tokens by the rows of a unit, and those of a record by a piece of the tokens: of half of
-/// them, where registers do not hold all.
+/// Sums of a record by a piece of N tokens, before they are f32.
 template <class T, int N>
-struct ByteSums {
-  static constexpr int pieces = N > 96 ? 2 : 1, piece = N / pieces;
-  float sums[N / 2];
-  std::conditional_t<T::M == formats::int8, std::int32_t, float> part[piece / 2];
+using PartSums = std::conditional_t<T::M == formats::int8, std::int32_t, float>[N / 2];
 
-  __device__ __forceinline__ void clear() {
+__device__ __forceinline__ float part_in_f32(float x) {
+  return x;
+}
+/// Sums of 128 products of int4 (times 16) and int8 are below 2^22: faster than a conversion.
+__device__ __forceinline__ float part_in_f32(std::int32_t x) {
+  return __int_as_float(x + 0x4b400000) - 0x1.8p23f;
+}
+
+/// The scales of a record, for both of a lane's rows, of what is decoded.
+template <class T>
+struct PartScales {
+  float rows[2];
+
+  __device__ __forceinline__ PartScales(const std::byte* extra, int lane) {
+    const RecordScales<T::P> scales(extra, lane);
 #pragma unroll
-    for (float& sum : sums) sum = 0;
-  }
-
-  /// Adds the sums of a record, whose multiplies are done, to those of the tokens from `first` on. x_scales:
-  /// of this lane's columns of B.
-  __device__ __forceinline__ void add_part(int first, const RecordScales<T::P>& scales,
-                                           const float* x_scales) {
-    take_sums(part);
-    constexpr float unit = T::M == formats::int8 ? 0x1p-4f : 1.0f;  // int4 is decoded to 16 times its value
-    const float of_rows[2] = {scales.scale(0, 0) * unit, scales.scale(0, 1) * unit};
-#pragma unroll
-    for (int i = 0; i < piece / 2; ++i) {
-      float scale = of_rows[i / 2 % 2];
-      if constexpr (T::record_scales) scale *= x_scales[first + i / 4 * 8 + i % 2];
-      float& sum = sums[first / 2 + i];
-      sum = fmaf(in_f32(part[i]), scale, sum);
-    }
-  }
-
- private:
-  static __device__ __forceinline__ float in_f32(float x) {
-    return x;
-  }
-  /// Sums of 128 products of int4 (times 16) and int8 are below 2^22: faster than a conversion.
-  static __device__ __forceinline__ float in_f32(std::int32_t x) {
-    return __int_as_float(x + 0x4b400000) - 0x1.8p23f;
+    for (int r = 0; r < 2; ++r)
+      rows[r] = scales.scale(0, r) * detail::power_of_two(byte_power(T::P.value, T::M));
   }
 };
+
+/// Adds the sums of a record, whose multiplies are done, to those of the tokens from kFirst on.
+template <class T, int kFirst, int kPiece, int kSums>
+__device__ __forceinline__ void add_part(float (&sums)[kSums], PartSums<T, kPiece>& part,
+                                         const PartScales<T>& scales) {
+  take_sums(part);
+#pragma unroll
+  for (int i = 0; i < kPiece / 2; ++i) {
+    float& sum = sums[kFirst / 2 + i];
+    sum = fmaf(part_in_f32(part[i]), scales.rows[i / 2 % 2], sum);
+  }
+}
 
 /// A of the multiplies of a record, decoded from the codes that a lane has, a line of them at a time.
 template <class T>
@@ -76,78 +74,148 @@ struct ByteFragments {
   }
 };
 
-/// A tile of at most N tokens, in pieces. Its first stage of weights is there. Weights are decoded once for
-/// all pieces, those of the next step while the last piece is multiplied.
+/// Begins to multiply a record by a piece of tokens: its rows of shared memory from `columns` on.
+template <class T, int kPiece>
+__device__ __forceinline__ void multiply_part(PartSums<T, kPiece>& part, const ByteFragments<T>& fragments,
+                                              std::uint32_t columns) {
+  begin_multiplies();
+#pragma unroll
+  for (int block = 0; block < kRecordColumns / 32; ++block) {
+    if (block == 0)
+      ByteWgmma<kPiece>::template run<false>(part, fragments.a[block], columns);
+    else
+      ByteWgmma<kPiece>::template run<true>(part, fragments.a[block], add_bytes(columns, block * 32));
+  }
+  commit_multiplies();
+}
+
+/// Where the records and scales of this lane's unit are: from shared memory on, in stage 0 of the weights;
+/// and from there to those of its other step.
+template <class T>
+struct UnitPlace {
+  int record, extra;
+  static constexpr int next_record = T::step_bytes,
+                       next_extra = T::P.apart() ? T::step_extra_bytes : T::step_bytes;
+
+  __device__ __forceinline__ UnitPlace() {
+    const int warp = threadIdx.x / 32, group = warp / kGroupUnits, unit = warp % kGroupUnits;
+    const int first = Stages<T>::weights_at + group * T::group_bytes + unit * T::record_bytes;
+    record = first + threadIdx.x % 32 * 16;
+    extra = T::P.apart()
+                ? Stages<T>::weights_at + T::extras_at + group * T::group_extra_bytes + unit * T::extra_stride
+                : first + T::P.value_bytes();
+  }
+};
+
+/// A tile of at most N tokens, in pieces. Its first stage of weights is there. While pieces are multiplied,
+/// weights of the next step are decoded.
 template <class T, int N>
-requires(T::bytes && !T::from_memory) __device__ __forceinline__ Tile
+requires(T::bytes && !T::from_memory && T::many) __device__ __forceinline__ Tile
     multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
                   Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  static_assert(T::parts);
-  constexpr int kBlocks = kRecordColumns / 32;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int group = warp / kGroupUnits, unit = warp % kGroupUnits;
-  const std::byte* const first_record =
-      memory + S::weights_at + group * T::group_bytes + unit * T::record_bytes + lane * 16;
-  const std::byte* record = first_record + at.weights.index * T::weight_bytes;
-  ByteSums<T, N> to;
-  to.clear();
-  ByteFragments<T> fragments;
+  static_assert(T::parts && !T::record_scales && T::steps == 2);
+  constexpr int kBlocks = kRecordColumns / 32, kPieces = N <= 96 ? 1 : 2, kPiece = N / kPieces;
+  const int lane = threadIdx.x % 32;
+  const UnitPlace<T> place;
   const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
+  float sums[N / 2] = {};
+  PartSums<T, kPiece> part;
+  ByteFragments<T> fragments[2];
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+    fragments[0].decode(memory + place.record + at.weights.index * T::weight_bytes, block);
+  int left = args.steps;  // that are not multiplied
+  // Step kStep of a stage of weights. Returns whether it was the last one of all.
+  const auto multiply_step = [&]<int kStep>() {
+    const bool last = --left == 0;
+    const PartScales<T> scales(
+        memory + place.extra + at.weights.index * T::weight_bytes + kStep * place.next_extra, lane);
+    const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
+    const std::uint32_t columns =
+        add_bytes(all_columns, __shfl_sync(~0u, at.inputs.index * S::input_bytes, 0));
+    if (kStep == 1) {
+      __syncwarp();
+      if (!last) {
+        if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
+        at.weights.advance(S::weights);
+        wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
+      }
+    }
+    const std::byte* const next =
+        memory + place.record + at.weights.index * T::weight_bytes + (1 - kStep) * place.next_record;
+    wait_barrier(inputs_full, at.inputs.parity);
+    const auto multiply_piece = [&]<int kIndex>() {
+      multiply_part<T, kPiece>(part, fragments[kStep], add_bytes(columns, kIndex * kPiece * kRecordColumns));
+#pragma unroll
+      for (int block = kIndex * kBlocks / kPieces; block < (kIndex + 1) * kBlocks / kPieces; ++block)
+        fragments[1 - kStep].decode(next, block);  // after the last step: anything
+      wait_for_multiplies<0>();
+      add_part<T, kIndex * kPiece, kPiece>(sums, part, scales);
+    };
+    multiply_piece.template operator()<0>();
+    if constexpr (kPieces > 1) multiply_piece.template operator()<1>();
+    __syncwarp();
+    if (lane == 0) arrive(inputs_full + barriers.empty);
+    at.inputs.advance(S::inputs);
+    return last;
+  };
+  while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {
+  }
+  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
+  __syncwarp();
+  if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
+  at.weights.advance(S::weights);
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) result[0].sums[i] = sums[i];
+  result[0].unit[0] = result[0].unit[1] = 1;
+  return tile;
+}
+
+/// The same of few tokens, in one piece: registers of four warpgroups hold no more, nor the weights of two
+/// steps. Those of the next one are decoded while other warpgroups multiply.
+template <class T, int N>
+requires(T::bytes && !T::from_memory && !T::many) __device__ __forceinline__ Tile
+    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
+                  Places& at, std::byte* memory, TileResult<T>& result) {
+  using S = Stages<T>;
+  static_assert(T::parts && !T::record_scales);
+  constexpr int kBlocks = kRecordColumns / 32;
+  const int lane = threadIdx.x % 32;
+  const UnitPlace<T> place;
+  const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
+  float sums[N / 2] = {};
+  PartSums<T, N> part;
+  ByteFragments<T> fragments;
+  const std::byte* record = memory + place.record + at.weights.index * T::weight_bytes;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) fragments.decode(record, block);
 #pragma unroll 1
   for (int step = 0, of_stage = 0;; ++step) {
-    const std::byte* extra = record - lane * 16 +
-                             (T::P.apart() ? T::extras_at + group * (T::group_extra_bytes - T::group_bytes) +
-                                                 unit * (T::extra_stride - T::record_bytes) +
-                                                 of_stage * (T::step_extra_bytes - T::step_bytes)
-                                           : T::P.value_bytes());
-    const RecordScales<T::P> scales(extra, lane);
-    const std::byte* inputs = memory + at.inputs.index * S::input_bytes;
+    const PartScales<T> scales(
+        memory + place.extra + at.weights.index * T::weight_bytes + of_stage * place.next_extra, lane);
     const std::uint32_t columns = add_bytes(all_columns, at.inputs.index * S::input_bytes);
     const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
-    const float* x_scales = reinterpret_cast<const float*>(inputs + S::scales_at) + lane % 4 * 2;
     const bool last = step + 1 == args.steps;
     if (!last) {
-      record += T::step_bytes;
+      record += place.next_record;
       if (++of_stage == T::steps) {
         of_stage = 0;
         __syncwarp();
         if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
         at.weights.advance(S::weights);
-        record = first_record + at.weights.index * T::weight_bytes;
+        record = memory + place.record + at.weights.index * T::weight_bytes;
         wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
       }
     }
     wait_barrier(inputs_full, at.inputs.parity);
-#pragma unroll
-    for (int first = 0; first < N; first += to.piece) {
-      begin_multiplies();
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const std::uint32_t b = add_bytes(columns, first * kRecordColumns + block * 32);
-        if (block == 0)
-          ByteWgmma<to.piece>::template run<false>(to.part, fragments.a[block], b);
-        else
-          ByteWgmma<to.piece>::template run<true>(to.part, fragments.a[block], b);
-        commit_multiplies();
-      }
-      if (first + to.piece == N) break;
-      wait_for_multiplies<0>();
-      to.add_part(first, scales, x_scales);
-    }
-    wait_for_multiplies<3>();
-    fragments.decode(record, 0);
-    wait_for_multiplies<2>();
-    fragments.decode(record, 1);
-    wait_for_multiplies<1>();
-    fragments.decode(record, 2);
+    multiply_part<T, N>(part, fragments, columns);
     wait_for_multiplies<0>();
-    to.add_part(N - to.piece, scales, x_scales);
+    add_part<T, 0, N>(sums, part, scales);
     __syncwarp();
     if (lane == 0) arrive(inputs_full + barriers.empty);
-    fragments.decode(record, 3);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) fragments.decode(record, block);
     at.inputs.advance(S::inputs);
     if (last) break;
   }
@@ -156,7 +224,7 @@ requires(T::bytes && !T::from_memory) __device__ __forceinline__ Tile
   if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
   at.weights.advance(S::weights);
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) result[0].sums[i] = to.sums[i];
+  for (int i = 0; i < N / 2; ++i) result[0].sums[i] = sums[i];
   result[0].unit[0] = result[0].unit[1] = 1;
   return tile;
 }

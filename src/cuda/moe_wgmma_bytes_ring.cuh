@@ -9,14 +9,14 @@
 
 namespace gatefold::cuda {
 
-/// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for three warpgroups, not
-/// four.
+/// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for three warpgroups, or two
+/// that decode, not four.
 template <class SchemeTag, bool kWide, InputKind kInput, bool kMany>
 struct ByteTraits {
   using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
-  static constexpr bool bytes = true, record_scales = Plain::record_scales;
+  static constexpr bool bytes = true, many = kMany, record_scales = Plain::record_scales;
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
@@ -24,23 +24,30 @@ struct ByteTraits {
   using Sum = std::conditional_t<M == formats::int8 && !parts, std::int32_t, float>;  ///< of a tile
   /// Operands that it can take.
   static constexpr bool possible = fits_bytes(P.value, M) && P.group == kRecordColumns && !P.zeros &&
-                                   (!from_memory || P.record_bytes() == P.value_bytes());
+                                   (from_memory ? P.record_bytes() == P.value_bytes() : !record_scales);
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
-  /// The most of an item: so many have room beside sums of a record; where four warpgroups decode, no more
-  /// than 32 beside scales of records.
-  static constexpr int tokens = kMany                           ? (parts ? 128 : kManyTokensOfTile)
-                                : record_scales && !from_memory ? 32
-                                                                : kFewTokensOfTile;
+  /// The most of an item: so many have room beside sums of a record.
+  static constexpr int tokens = !kMany         ? kFewTokensOfTile
+                                : !from_memory ? kMostTokensOfTile
+                                : parts        ? 128
+                                               : kManyTokensOfTile;
   /// The kernel is there for so many tokens, and for multiples of steps.
-  static constexpr int least_tokens = kMany && from_memory ? 64 : 32,
+  static constexpr int least_tokens = kMany ? 64 : 32,
                        token_step = kMany && from_memory ? 16 : kTokenStepOfTile;
-  static constexpr int units = 1, warps = kMany ? 12 : 16;  ///< units of a warp; warps that multiply
+  /// Units of a warp; warps that multiply.
+  static constexpr int units = 1, warps = !kMany ? 16 : from_memory ? 12 : 8;
   static constexpr int threads = (warps + 4) * 32;
   static constexpr int groups = warps / kGroupUnits;  ///< of a tile
-  /// Of the threads that multiply, and of those that fill the rings.
-  static constexpr int registers = kMany ? 152 : 104, fill_registers = kMany ? 56 : 64;
+  /// Of the threads that multiply, and of those that fill the rings: together, what all are launched with.
+  static constexpr int registers = warps == 16   ? 104
+                                   : warps == 12 ? 152
+                                                 : 232,
+                       fill_registers = warps == 16   ? 64
+                                        : warps == 12 ? 56
+                                                      : 40;
+  static_assert(registers * warps + fill_registers * 4 <= 65536 / threads / 8 * 8 * threads / 32);
 
   /// Of a stage of weights: copies of less than 4 KB are slow.
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;
@@ -49,24 +56,27 @@ struct ByteTraits {
   static constexpr int extras_at = groups * group_bytes,
                        used_bytes = groups * (group_bytes + group_extra_bytes),
                        weight_bytes = from_memory ? (used_bytes + 1023) / 1024 * 1024 : used_bytes;
-  static constexpr int ring_bytes = 230400, shared_bytes = ring_bytes + 1024;
+  static constexpr int end_tokens = 32;  ///< whose results are in shared memory together
+  /// f32 of a warpgroup, for the end of a tile: of tokens, and of rows.
+  static constexpr int scaled_tokens = record_scales ? 0 : tokens,
+                       end_scales = scaled_tokens + (P.row_scale ? kWarpgroupRows : 0);
+  static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * 128, shared_bytes = 230400 + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
 };
 
 /// Known in advance, and about as many steps of both rings.
 template <class T>
 requires(T::bytes) struct Stages<T> {
+  static constexpr int ends_at = T::ring_bytes;  ///< of results (moe_wgmma_finish.cuh)
   static constexpr int scales_at = T::tokens * kRecordColumns;
   static constexpr int input_bytes = scales_at + (T::record_scales ? 1024 : 0);
-  /// f32 [warpgroups][tokens]: of an item's rows.
-  static constexpr int row_scales_bytes = T::record_scales ? 0 : T::warps / 4 * T::tokens * 4;
-  static constexpr int row_scales_at = T::ring_bytes - row_scales_bytes;
-  static constexpr int most = row_scales_at / (input_bytes + T::weight_bytes / T::steps);
+  static constexpr int end_scales_at = T::ring_bytes - T::warps / 4 * T::end_scales * 4;
+  static constexpr int most = end_scales_at / (input_bytes + T::weight_bytes / T::steps);
   static constexpr int inputs = most < T::most_stages ? most : T::most_stages;
   static constexpr int weights_at = inputs * input_bytes;
-  static constexpr int rest = (row_scales_at - weights_at) / T::weight_bytes;
-  static constexpr int weights = rest < T::most_stages ? rest : T::most_stages;
-  static_assert(weights >= 2 && inputs >= 2);
+  static constexpr int rest = (end_scales_at - weights_at) / T::weight_bytes;
+  static constexpr int weights = T::from_memory ? inputs : rest < T::most_stages ? rest : T::most_stages;
+  static_assert(weights >= 2 && inputs >= 2 && weights <= rest);
 
   Stages() = default;
   __device__ explicit Stages(int) {}

@@ -3,8 +3,9 @@
 /// What follows the multiply of a tile (moe_wgmma.cuh): scales, biases, activation. All of it happens in the
 /// registers of the lanes that have the sums: a unit's rows lane / 4 and + 8, which are a channel's gate and
 /// up, by two tokens of each 8. Nothing waits for memory, and there are no branches between tokens, so that
-/// what is done for one of them hides the latency of another. Before 16-bit numbers are stored, lanes of
-/// neighbouring rows exchange one of both tokens, so that each has neighbours of one token.
+/// what is done for one of them hides the latency of another. Rows of 16 bits go through shared memory, where
+/// a warpgroup puts together what it has of a token, 128 bytes; other results go straight from registers,
+/// those in tiles after lanes of neighbouring rows have exchanged one of both tokens.
 
 #include "cuda/moe_gemm_finish.cuh"
 #include "cuda/moe_wgmma_ring.cuh"
@@ -31,6 +32,8 @@ __device__ __forceinline__ float power_of_two(float x) {
 
 /// Tokens that are finished together: enough to hide what is done for one behind others.
 inline constexpr int kPieceTokens = 32;
+/// What a warpgroup has of a token: rows of 16 bits.
+inline constexpr int kEndBytes = kWarpgroupRows * 2;
 
 /// What a lane has of a unit, as the multiplies leave it: sums of all tokens of an item, in units of one
 /// number for each of both rows.
@@ -43,6 +46,12 @@ struct UnitResult {
 template <class T>
 using TileResult = UnitResult<T>[T::units];
 
+/// Scales of a tile's tokens, or nullptr; and of the rows of a warpgroup's weights, where they have been
+/// copied.
+struct EndScales {
+  const float *tokens, *rows;
+};
+
 /// What a lane finishes of a unit, by pieces of an item's tokens: sums 4 i and + 1 are the first row's by
 /// tokens 8 i + token_ and + 1, sums 4 i + 2 and + 3 the second one's.
 template <class T>
@@ -50,39 +59,46 @@ class LaneRows {
  public:
   using Sums = float[kPieceTokens / 2];
 
-  /// x_scales: of the tile's tokens, or nullptr.
-  __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, const float* x_scales,
-                                      int of_warp)
-      : args_(args), tile_(tile), x_scales_(x_scales), gate_up_(args.kind == GemmKind::gate_up) {
+  __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, const EndScales& scales,
+                                      std::byte* memory, int of_warp)
+      : args_(args), tile_(tile), scales_(scales), gate_up_(args.kind == GemmKind::gate_up) {
     int thread;  // not a value that took a register during the multiply
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    thread_ = thread % 128;
     lane_ = thread % 32;
-    unit_ = tile.first_group * kGroupUnits + thread / 32 * T::units + of_warp;
-    row_ = unit_ * (gate_up_ ? kUnitRows / 2 : kUnitRows) + lane_ / 4;
+    first_unit_ = tile.first_group * kGroupUnits + thread / 128 * 4 * T::units + 4 * of_warp;
+    unit_ = first_unit_ + thread_ / 32;
+    row_ = unit_ * unit_rows() + lane_ / 4;
     token_ = lane_ % 4 * 2;
     odd_ = lane_ / 4 % 2;
+    shared_ = memory + Stages<T>::ends_at + thread / 128 * (T::end_tokens * kEndBytes);
   }
-  __device__ __forceinline__ bool there() const { return unit_ < args_.groups * kGroupUnits; }
+  /// Whether any warp of this warpgroup has a unit of the matrix.
+  __device__ __forceinline__ bool any_there() const { return first_unit_ < units(); }
 
-  /// Sums become results, which are stored.
+  /// Sums become results, which are stored; by a warpgroup's warps together.
   __device__ __forceinline__ void finish(UnitResult<T>& result) {
     auto& sums = result.sums;
     load_factors(result.unit);
     const bool f32 = args_.out_dtype == DType::f32;
+    const Activation::Kind kind = args_.activation.kind;
+    const bool in_tiles = args_.out_tile_rows != 0,
+               geglu = kind == Activation::Kind::geglu || kind == Activation::Kind::geglu_tanh;
+    // 16 bytes lie at multiples of 16, and rows that the matrix lacks do not share them with others.
+    const bool whole = args_.rows % 8 == 0 && args_.out_stride % 8 == 0 && args_.part_out % 8 == 0 &&
+                       reinterpret_cast<std::uintptr_t>(args_.out) % 16 == 0;
+    if (whole && !gate_up_ && !f32) return finish_pieces(sums, [&](Sums& own) { store_narrow_rows(own); });
+    if (unit_ >= units()) return;
     if (!gate_up_) {
       if (f32)
         finish_pieces(sums, [&](Sums& own) { store_rows<float>(own, [](float x) { return x; }); });
-      else if (args_.out_stride % 4 == 0 && unit_ * kUnitRows + kUnitRows <= args_.rows)
-        finish_pieces(sums, [&](Sums& own) { store_narrow_rows(own); });
       else
         finish_pieces_in_turn(sums, [&](Sums& own) {
           store_rows<std::uint16_t>(own, [&](float x) { return narrow(x, args_.out_dtype == DType::bf16); });
         });
       return;
     }
-    const Activation::Kind kind = args_.activation.kind;
-    const bool in_tiles = args_.out_tile_rows != 0;
-    if (kind == Activation::Kind::geglu || kind == Activation::Kind::geglu_tanh)
+    if (geglu)
       finish_pieces_in_turn(sums, [&](Sums& own) {
         apply_geglu(own);
         in_tiles ? store_in_tiles(own) : store_channels(own);
@@ -102,6 +118,9 @@ class LaneRows {
  private:
   static constexpr int kEights = kPieceTokens / 8, kPieces = T::tokens / kPieceTokens;
   static_assert(T::tokens % kPieceTokens == 0);
+
+  __device__ __forceinline__ int units() const { return args_.groups * kGroupUnits; }
+  __device__ __forceinline__ int unit_rows() const { return gate_up_ ? kUnitRows / 2 : kUnitRows; }
 
   /// All pieces that have tokens, one after the other.
   template <class AllSums, class Store>
@@ -143,9 +162,13 @@ class LaneRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       factors_[r] = unit[r] * static_cast<float>(1 << decoded_power<T::P, T::M>());
-      if constexpr (T::P.row_scale)
-        factors_[r] *= reinterpret_cast<const float*>(
-            args_.weights + tile_.expert * args_.expert_stride)[unit_ * kUnitRows + lane_ / 4 + 8 * r];
+      if (T::P.row_scale && unit_ < units()) {
+        const float* scales = scales_.rows;
+        if constexpr (!T::bytes)
+          scales = reinterpret_cast<const float*>(args_.weights + tile_.expert * args_.expert_stride) +
+                   first_unit_ * kUnitRows;
+        factors_[r] *= scales[thread_ / 32 * kUnitRows + lane_ / 4 + 8 * r];
+      }
       const float* from = gate_up_ && r == 1 ? args_.up_bias : args_.bias;
       const int row = row_ + (gate_up_ ? 0 : 8 * r);
       bias_[r] = from != nullptr && row < args_.rows
@@ -154,8 +177,8 @@ class LaneRows {
     }
   }
   __device__ __forceinline__ void scale(Sums& sums) const {
-    if (x_scales_ != nullptr) {
-      const float* x_scales = x_scales_ + first_ + token_;
+    if (scales_.tokens != nullptr) {
+      const float* x_scales = scales_.tokens + first_ + token_;
       const int left = tile_.count - first_;
 #pragma unroll
       for (int i = 0; i < kEights; ++i) {
@@ -261,28 +284,50 @@ class LaneRows {
     }
   }
 
-  /// 16 bits: lanes of four rows exchange further, so that each has four neighbours of the first rows or of
-  /// the second ones.
+  /// Where 16 bytes of a token lie: neighbouring tokens' are in different banks.
+  __device__ __forceinline__ std::byte* in_shared(int token, int sixteen) const {
+    return shared_ + token * kEndBytes + (sixteen ^ token % 8) * 16;
+  }
+  static __device__ __forceinline__ void sync_warpgroup() {
+    sync_threads<128>(1 + threadIdx.x / 128);
+  }
+
+  /// 16 bits, of a warpgroup, as many tokens at a time as there is room for.
   __device__ __forceinline__ void store_narrow_rows(const Sums& sums) const {
-    const bool bf16 = args_.out_dtype == DType::bf16, second = lane_ / 8 % 2 != 0;
-    const int row = row_ / 4 * 4 + (second ? 8 : 0), token = first_ + token_ + odd_,
-              left = tile_.count - token;
-    auto* out = static_cast<std::uint16_t*>(args_.out) + place(tile_.first + token) + row;
+    const bool bf16 = args_.out_dtype == DType::bf16;
+    const int sixteen = thread_ % 8, row = first_unit_ * kUnitRows + sixteen * 8,
+              left = row < args_.rows ? tile_.count - first_ : 0;
+    auto* out = static_cast<std::uint16_t*>(args_.out) + place(tile_.first + first_ + thread_ / 8) + row;
 #pragma unroll
-    for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride) {
-      const std::uint32_t low = exchange(narrow_both(sums[4 * i], sums[4 * i + 1], bf16)),
-                          high = exchange(narrow_both(sums[4 * i + 2], sums[4 * i + 3], bf16));
-      const std::uint32_t other = __shfl_xor_sync(~0u, second ? low : high, 8);
-      const uint2 four = second ? uint2{other, high} : uint2{low, other};
-      if (8 * i < left) store_8_bytes(out, four);
+    for (int begin = 0; begin < kPieceTokens; begin += T::end_tokens) {
+      sync_warpgroup();  // the tokens before have been read
+#pragma unroll
+      for (int i = 0; i < T::end_tokens; i += 16) {
+        std::uint32_t pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = (begin + i) / 2 + 2 * j;
+          pairs[j] = narrow_both(sums[at], sums[at + 1], bf16);
+        }
+        store_transposed(in_shared(i + lane_ / 16 * 8 + lane_ % 8, thread_ / 32 * 2 + lane_ / 8 % 2), pairs);
+      }
+      sync_warpgroup();
+#pragma unroll
+      for (int i = 0; i < T::end_tokens; i += 16, out += 16 * args_.out_stride) {
+        const auto words = *reinterpret_cast<const uint4*>(in_shared(i + thread_ / 8, sixteen));
+        if (begin + i + thread_ / 8 < left) *reinterpret_cast<uint4*>(out) = words;
+      }
     }
   }
 
   const GemmArgs& args_;
   const Tile& tile_;
-  const float* x_scales_;
+  const EndScales scales_;
   bool gate_up_;
-  int lane_, unit_, row_;  ///< row_: of the matrix, the first row, or the channel
+  std::byte* shared_;      ///< of this warpgroup: end_tokens * kEndBytes
+  int thread_, lane_;      ///< of the warpgroup, and of the warp
+  int first_unit_, unit_;  ///< of the warpgroup's four warps, and of this one
+  int row_;                ///< of the matrix, the first row, or the channel
   int token_, odd_;        ///< of 8 tokens, the first of this lane's two; whether the row is an odd one
   int first_ = 0;          ///< token of the piece
   float factors_[2], bias_[2];
@@ -291,12 +336,12 @@ class LaneRows {
 /// There is one end for all kinds of tiles: a lane's sums of the tokens that an item lacks are anything.
 /// Those of the unit that is finished are always in the first registers.
 template <class T>
-__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, const float* x_scales,
-                                            TileResult<T>& result) {
+__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, const EndScales& scales,
+                                            std::byte* memory, TileResult<T>& result) {
 #pragma unroll 1
   for (int u = 0; u < T::units; ++u) {
-    LaneRows<T> rows(args, tile, x_scales, u);
-    if (!rows.there()) return;  // nor are the others
+    LaneRows<T> rows(args, tile, scales, memory, u);
+    if (!rows.any_there()) return;  // nor are the others
     rows.finish(result[0]);
     if constexpr (T::units > 1) result[0] = result[1];
   }

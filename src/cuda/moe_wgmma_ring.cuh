@@ -12,6 +12,8 @@
 
 namespace gatefold::cuda {
 
+inline constexpr int kWarpgroupRows = 4 * kUnitRows;  ///< of a unit of each of its warps
+
 /// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for two warpgroups of two
 /// units a warp, not for four of one.
 template <class SchemeTag, bool kWide, InputKind kInput, bool kMany>
@@ -50,7 +52,8 @@ struct WarpgroupTraits {
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   static constexpr int extras_at = groups * group_bytes,
                        weight_bytes = groups * (group_bytes + group_extra_bytes);
-  static constexpr int ring_bytes = 230400, shared_bytes = ring_bytes + 1024;
+  static constexpr int end_tokens = 16;  ///< whose results are in shared memory together
+  static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * 128, shared_bytes = 230400 + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
   static_assert(ring_bytes >= 2 * (weight_bytes + tokens * 256 * input_steps + (record_scales ? 1024 : 0)));
 };
@@ -59,7 +62,8 @@ struct WarpgroupTraits {
 /// first: swizzled rows begin at multiples of 1024 bytes.
 template <class T>
 struct Stages {
-  int half;  ///< bytes of 64 columns of the tokens
+  static constexpr int ends_at = T::ring_bytes;  ///< of results (moe_wgmma_finish.cuh)
+  int half;                                      ///< bytes of 64 columns of the tokens
   int input_bytes, inputs, weights_at, weights;
 
   Stages() = default;
@@ -157,9 +161,10 @@ template <class T>
 struct RingBarriers {
   std::uint32_t weights_full, inputs_full;
   static constexpr int empty = T::most_stages * 8;  ///< from those of full stages on
+  static constexpr int inputs_after = 2 * empty;    ///< from those of weights on
 
   __device__ explicit RingBarriers(const WarpgroupRing<T>& ring)
-      : weights_full(kept(shared_address(ring.weights_full))), inputs_full(weights_full + 2 * empty) {}
+      : weights_full(kept(shared_address(ring.weights_full))), inputs_full(weights_full + inputs_after) {}
 
  private:
   /// A value that is not computed again.

@@ -56,30 +56,35 @@ requires(T::bytes&& T::from_memory) __device__ __forceinline__ Tile
     multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
                   Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
+  static_assert(S::weights == S::inputs && T::steps == 1);  // a step has the same place in both rings
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int kWarpgroupBytes = 4 * kUnitRows * kRecordColumns;
-  const std::uint32_t inputs = swizzled_rows(shared_address(memory));
+  constexpr int kWarpgroupBytes = kWarpgroupRows * kRecordColumns;
+  const std::uint32_t inputs = swizzled_rows(shared_address(memory)),
+                      weights =
+                          add_bytes(inputs, S::weights_at + __shfl_sync(~0u, warp / 4, 0) * kWarpgroupBytes);
   const std::byte* const extras = memory + S::weights_at + T::extras_at +
                                   warp / kGroupUnits * T::group_extra_bytes +
                                   warp % kGroupUnits * T::extra_stride;
-  const auto release = [&](const Places& places) {
+  const auto release = [&](std::uint32_t full) {
     if (lane != 0) return;
-    arrive(barriers.inputs_full + places.inputs.index * 8 + barriers.empty);
-    arrive(barriers.weights_full + places.weights.index * 8 + barriers.empty);
+    arrive(full + barriers.inputs_after + barriers.empty);
+    arrive(full + barriers.empty);
   };
   RowSums<T, N> to;
   to.clear();
-  Places before;  // whose multiplies may not be done
+  StagePlace place = at.inputs;
+  std::uint32_t before = 0;  // the barrier of a stage whose multiplies may not be done
 #pragma unroll 1
   for (int step = 0;; ++step) {
-    wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
-    wait_barrier(barriers.inputs_full + at.inputs.index * 8, at.inputs.parity);
-    const std::uint32_t rows = add_bytes(inputs, S::weights_at + at.weights.index * T::weight_bytes +
-                                                     warp / 4 * kWarpgroupBytes),
-                        columns = add_bytes(inputs, at.inputs.index * S::input_bytes);
+    const std::uint32_t full = barriers.weights_full + place.index * 8;
+    wait_barrier(full, place.parity);
+    wait_barrier(full + barriers.inputs_after, place.parity);
+    const int index = T::record_scales ? __shfl_sync(~0u, place.index, 0) : place.index;
+    const std::uint32_t rows = add_bytes(weights, index * T::weight_bytes),
+                        columns = add_bytes(inputs, index * S::input_bytes);
     if constexpr (T::parts) {
-      const RecordScales<T::P> scales(extras + at.weights.index * T::weight_bytes, lane);
-      const std::byte* x_scales = memory + at.inputs.index * S::input_bytes + S::scales_at;
+      const RecordScales<T::P> scales(extras + place.index * T::weight_bytes, lane);
+      const std::byte* x_scales = memory + place.index * S::input_bytes + S::scales_at;
       to.multiply(rows, columns);
       wait_for_multiplies<0>();
       to.add_part(scales, reinterpret_cast<const float*>(x_scales) + lane % 4 * 2);
@@ -91,18 +96,17 @@ requires(T::bytes&& T::from_memory) __device__ __forceinline__ Tile
         release(before);
       }
     }
+    before = full;
     if (step + 1 == args.steps) break;
-    if constexpr (T::parts) release(at);
-    before = at;
-    at.inputs.advance(S::inputs);
-    at.weights.advance(S::weights);
+    if constexpr (T::parts) release(full);
+    place.advance(S::weights);
   }
   wait_for_multiplies<0>();
-  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
+  const Tile tile = read_by_lane_0(ring.tiles[place.index]);  // again: it took no registers meanwhile
   __syncwarp();
-  release(at);
-  at.inputs.advance(S::inputs);
-  at.weights.advance(S::weights);
+  release(before);
+  place.advance(S::weights);
+  at = {place, place};
   take_sums(to.sums);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) result[0].sums[i] = to.sums[i];

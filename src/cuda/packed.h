@@ -171,19 +171,18 @@ constexpr int code_bit(Format value, int i, int b) {
   return 16 * (i % 2 ^ (other_half ? 1 : 0)) + at[i / 2][b];
 }
 
-/// Which of 8 neighbouring columns is byte i of what a lane takes of them in a multiply of bytes, `m`.
+/// Which of 8 neighbouring columns is byte i of what a lane takes of them in a multiply of bytes.
 /// Weights of 4 bits come from registers: bytes 0 to 3 are k indices 4 q .. of a block's 32, and 4 to 7
 /// indices 16 + 4 q .. Those of 8 bits come from shared memory, and are k indices 32 q + 8 block .. of a
 /// record.
-constexpr int column_of_byte(Format value, Format m, int i) {
-  if (value.bits == 4 && m.is_float()) return i % 4 * 2 + i / 4;
+constexpr int column_of_byte(Format value, int i) {
   if (value.bits == 4) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
   return i / 4 * 4 + i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
 }
 /// The same of all 8, in nibbles, the first one lowest.
-constexpr std::uint32_t byte_order(Format value, Format m) {
+constexpr std::uint32_t byte_order(Format value) {
   std::uint32_t order = 0;
-  for (int i = 0; i < 8; ++i) order |= static_cast<std::uint32_t>(column_of_byte(value, m, i)) << (4 * i);
+  for (int i = 0; i < 8; ++i) order |= static_cast<std::uint32_t>(column_of_byte(value, i)) << (4 * i);
   return order;
 }
 

@@ -112,9 +112,13 @@ __device__ __forceinline__ void copy_4_bytes(void* shared, const void* global) {
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-/// Not as two stores of 4 bytes, which the compiler makes of them where their registers are no neighbours.
-__device__ __forceinline__ void store_8_bytes(void* to, uint2 words) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
+/// Four matrices of 8 by 8 numbers of 16 bits, as multiplies leave sums (two neighbours of row lane / 4 a
+/// lane), transposed: lane 8 i + j says where column j of matrix i goes, 16 bytes of shared memory.
+__device__ __forceinline__ void store_transposed(void* column, const std::uint32_t (&pairs)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(column)),
+      "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+      : "memory");
 }
 /// Arrives when all copies of 4 or 16 bytes that this thread has begun are done.
 __device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {

@@ -36,12 +36,12 @@ __device__ __forceinline__ void wait_for_multiplies() {
 template <int kCount>
 __device__ __forceinline__ void take_sums(float (&sums)[kCount]) {
 #pragma unroll
-  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 template <int kCount>
 __device__ __forceinline__ void take_sums(std::int32_t (&sums)[kCount]) {
 #pragma unroll
-  for (std::int32_t& sum : sums) asm volatile("" : "+r"(sum)::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(sums[i])::"memory");
 }
 
 /// More or fewer registers for each thread of this warpgroup.

@@ -14,6 +14,8 @@ namespace gatefold::cuda {
       GATEFOLD_SUMS_4(c, 16 * i + 12)
 #define GATEFOLD_SUMS_OF_32(c) GATEFOLD_SUMS_16(c, 0)
 #define GATEFOLD_SUMS_OF_64(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1)
+#define GATEFOLD_SUMS_OF_80(c) \
+  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
 #define GATEFOLD_SUMS_OF_96(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2)
 
 /// d = a * b, or d += a * b: m64nNk32. Sums and b are those of Wgmma. Of a, word 0 has row lane / 4 and k
@@ -45,6 +47,11 @@ struct ByteWgmma;
 
 GATEFOLD_BYTE_WGMMA(32, 16, 17, 18, 19, 20, 21, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
 GATEFOLD_BYTE_WGMMA(64, 32, 33, 34, 35, 36, 37, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_SUMS_OF_64)
+GATEFOLD_BYTE_WGMMA(80, 40, 41, 42, 43, 44, 45,
+                    GATEFOLD_R0 ", " GATEFOLD_R1
+                                ", "
+                                "%32, %33, %34, %35, %36, %37, %38, %39",
+                    GATEFOLD_SUMS_OF_80)
 GATEFOLD_BYTE_WGMMA(96, 48, 49, 50, 51, 52, 53, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2,
                     GATEFOLD_SUMS_OF_96)
 #undef GATEFOLD_BYTE_WGMMA
@@ -76,8 +83,6 @@ struct RowsWgmma;
       GATEFOLD_ROWS_WGMMA_OF(n, "s32.s8.s8", "", a, b, add, registers, sums("r"));             \
     }                                                                                          \
   };
-#define GATEFOLD_SUMS_OF_80(c) \
-  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
 #define GATEFOLD_SUMS_OF_112(c)                                                                   \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_4(c, 48), \
       GATEFOLD_SUMS_4(c, 52)

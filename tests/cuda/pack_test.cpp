@@ -249,7 +249,7 @@ void check_bytes(const char* name) {
       decode8_bytes<P, M>(words, bytes);
       std::uint32_t seen = 0;
       for (int i = 0; i < 8; ++i) {
-        const auto column = byte_order(P.value, M) >> (4 * i) & 15;
+        const auto column = byte_order(P.value) >> (4 * i) & 15;
         seen |= 1u << column;
         const float expected = decode<P.value>(own[column % 8]);
         const float decoded =
