@@ -60,7 +60,7 @@ struct ByteTraits {
   /// f32 of a warpgroup, for the end of a tile: of tokens, and of rows.
   static constexpr int scaled_tokens = record_scales ? 0 : tokens,
                        end_scales = scaled_tokens + (P.row_scale ? kWarpgroupRows : 0);
-  static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * 128, shared_bytes = 230400 + 1024;
+  static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * kEndBytes, shared_bytes = 230400 + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
 };
 

@@ -32,8 +32,6 @@ __device__ __forceinline__ float power_of_two(float x) {
 
 /// Tokens that are finished together: enough to hide what is done for one behind others.
 inline constexpr int kPieceTokens = 32;
-/// What a warpgroup has of a token: rows of 16 bits.
-inline constexpr int kEndBytes = kWarpgroupRows * 2;
 
 /// What a lane has of a unit, as the multiplies leave it: sums of all tokens of an item, in units of one
 /// number for each of both rows.

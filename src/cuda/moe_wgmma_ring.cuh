@@ -13,6 +13,7 @@
 namespace gatefold::cuda {
 
 inline constexpr int kWarpgroupRows = 4 * kUnitRows;  ///< of a unit of each of its warps
+inline constexpr int kEndBytes = kWarpgroupRows * 2;  ///< of a token's results: 16 bits each
 
 /// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for two warpgroups of two
 /// units a warp, not for four of one.
@@ -53,7 +54,7 @@ struct WarpgroupTraits {
   static constexpr int extras_at = groups * group_bytes,
                        weight_bytes = groups * (group_bytes + group_extra_bytes);
   static constexpr int end_tokens = 16;  ///< whose results are in shared memory together
-  static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * 128, shared_bytes = 230400 + 1024;
+  static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * kEndBytes, shared_bytes = 230400 + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
   static_assert(ring_bytes >= 2 * (weight_bytes + tokens * 256 * input_steps + (record_scales ? 1024 : 0)));
 };
