@@ -56,17 +56,6 @@ GATEFOLD_HD constexpr std::uint32_t select(std::uint32_t word, std::uint32_t mas
   return (word & mask) | or_bits;
 }
 
-/// (a & mask) | (b & ~mask), in one instruction.
-GATEFOLD_HD std::uint32_t merge(std::uint32_t a, std::uint32_t b, std::uint32_t mask) {
-#ifdef __CUDA_ARCH__
-  std::uint32_t merged;
-  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(a), "r"(b), "r"(mask));
-  return merged;
-#else
-  return (a & mask) | (b & ~mask);
-#endif
-}
-
 /// Four bytes of low and high, which the low nibbles of `selector` name; those with their highest bit set:
 /// copies of the byte's sign.
 GATEFOLD_HD std::uint32_t select_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {

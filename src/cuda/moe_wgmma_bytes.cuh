@@ -107,6 +107,26 @@ struct UnitPlace {
   }
 };
 
+/// This warp has read a stage of weights.
+template <class T>
+__device__ __forceinline__ void release_weights(const RingBarriers<T>& barriers, Places& at) {
+  if (threadIdx.x % 32 == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
+  at.weights.advance(Stages<T>::weights);
+}
+
+/// Ends a tile, whose last stage of weights has been read.
+template <class T, int kSums>
+__device__ __forceinline__ Tile leave_tile(const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
+                                           Places& at, const float (&sums)[kSums], TileResult<T>& result) {
+  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
+  __syncwarp();
+  release_weights<T>(barriers, at);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) result[0].sums[i] = sums[i];
+  result[0].unit[0] = result[0].unit[1] = 1;
+  return tile;
+}
+
 /// A tile of at most N tokens, in pieces. Its first stage of weights is there. While pieces are multiplied,
 /// weights of the next step are decoded.
 template <class T, int N>
@@ -137,8 +157,7 @@ requires(T::bytes && !T::from_memory && T::many) __device__ __forceinline__ Tile
     if (kStep == 1) {
       __syncwarp();
       if (!last) {
-        if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
-        at.weights.advance(S::weights);
+        release_weights<T>(barriers, at);
         wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
       }
     }
@@ -162,14 +181,7 @@ requires(T::bytes && !T::from_memory && T::many) __device__ __forceinline__ Tile
   };
   while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {
   }
-  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
-  __syncwarp();
-  if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
-  at.weights.advance(S::weights);
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) result[0].sums[i] = sums[i];
-  result[0].unit[0] = result[0].unit[1] = 1;
-  return tile;
+  return leave_tile<T>(ring, barriers, at, sums, result);
 }
 
 /// The same of few tokens, in one piece: registers of four warpgroups hold no more, nor the weights of two
@@ -202,8 +214,7 @@ requires(T::bytes && !T::from_memory && !T::many) __device__ __forceinline__ Til
       if (++of_stage == T::steps) {
         of_stage = 0;
         __syncwarp();
-        if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
-        at.weights.advance(S::weights);
+        release_weights<T>(barriers, at);
         record = memory + place.record + at.weights.index * T::weight_bytes;
         wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
       }
@@ -219,14 +230,7 @@ requires(T::bytes && !T::from_memory && !T::many) __device__ __forceinline__ Til
     at.inputs.advance(S::inputs);
     if (last) break;
   }
-  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
-  __syncwarp();
-  if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
-  at.weights.advance(S::weights);
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) result[0].sums[i] = sums[i];
-  result[0].unit[0] = result[0].unit[1] = 1;
-  return tile;
+  return leave_tile<T>(ring, barriers, at, sums, result);
 }
 
 }  // namespace gatefold::cuda
