@@ -47,7 +47,7 @@ int run(std::int64_t n, std::int64_t k) {
   std::vector<cuda::PackedFormat> seen;
   for (std::size_t i = 0; i < all_schemes().size(); ++i) {
     const auto id = static_cast<SchemeId>(i);
-    const cuda::PackedFormat format = cuda::packed_format(scheme(id).weight);
+    const cuda::PackedFormat format = cuda::packed_format(scheme(id));
     if (std::find(seen.begin(), seen.end(), format) != seen.end()) continue;
     seen.push_back(format);
     std::vector<std::vector<QuantizedMatrix>> pairs;

@@ -174,13 +174,41 @@ GATEFOLD_HD void decode_e5m2(std::uint32_t word, Pair term, Pair* out) {
   }
 }
 
-/// e2m1: see code_bit.
+/// Magnitudes in the nibbles of a word that is for bytes: 8 bytes of `low` and `high`, which have 8 each.
+GATEFOLD_HD void select_by_magnitudes(std::uint32_t low, std::uint32_t high, std::uint32_t word,
+                                      std::uint32_t (&out)[2]) {
+  const std::uint32_t magnitudes = word & 0x77777777u;
+  out[0] = select_bytes(low, high, magnitudes);
+  out[1] = select_bytes(low, high, magnitudes >> 16);
+}
+/// Its signs, as those of four bytes each.
+GATEFOLD_HD constexpr std::uint32_t signs_of_bytes(std::uint32_t word, int i) {
+  return (i == 0 ? word : word << 4) & 0x80808080u;
+}
+
+/// e2m1, sign and fields to where bf16 has them: see code_bit.
+template <PackedFormat P>
+GATEFOLD_HD void move_e2m1(std::uint32_t word, Pair (&moved)[4]) {
+  if constexpr (P.for_bytes) {
+    std::uint32_t low[2], high[2];
+    select_by_magnitudes(0xc0804000u, 0xc0804000u, word, low);
+    select_by_magnitudes(0, 0x01010101u, word, high);
+    for (int i = 0; i < 4; ++i)
+      moved[i] =
+          select_bytes(low[i / 2], high[i / 2] | signs_of_bytes(word, i / 2), i % 2 == 0 ? 0x5140 : 0x7362);
+  } else {
+    constexpr std::uint32_t mask = 0x81c081c0u;
+    moved[0] = word & mask;
+    moved[1] = word << 6 & mask;
+    moved[2] = (word >> 6 | word << 26) & mask;
+    moved[3] = select(word << 4, 0x81808180u, word >> 4 & 0x00400040u);
+  }
+}
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_e2m1(std::uint32_t word, Pair term, Pair* out) {
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - 1));
-  constexpr std::uint32_t mask = 0x81c081c0u;
-  const Pair moved[4] = {word & mask, word << 6 & mask, (word >> 6 | word << 26) & mask,
-                         select(word << 4, 0x81808180u, word >> 4 & 0x00400040u)};
+  Pair moved[4];
+  move_e2m1<P>(word, moved);
   for (int i = 0; i < 4; ++i) out[i] = multiply<M>(fields_of_bf16<M>(moved[i]), P.folded ? term : power);
 }
 

@@ -15,15 +15,18 @@ namespace {
 struct Costs {
   double decode, token, end;
 };
-Costs costs_of(int bits, const GemmChoice& choice) {
+Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
   const GemmKernel& kernel = choice.kernels[0];
+  const int bits = format.value.bits;
   if (choice.tuning.body == CudaTuning::Body::warps) {
     const bool few = kernel.tokens <= kTileTokens;
+    if (format.for_bytes) return few ? Costs{77, 10.6, 0} : Costs{98, 9.8, 0};
     if (bits == 4) return {few ? 26.0 : 34.0, 11.2, 0};
     if (bits == 8) return few ? Costs{56, 12.9, 0} : Costs{76, 11.8, 0};
     return few ? Costs{157, 22.2, 0} : Costs{101, 17.2, 0};
   }
   const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
+  if (of_bytes && format.for_bytes) return few ? Costs{558, 10.5, 36} : Costs{428, 4.8, 14};
   if (of_bytes && bits == 8) return few ? Costs{80, 11.7, 1} : Costs{242, 10.2, 31};
   if (of_bytes) return few ? Costs{800, 10.3, 28} : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
@@ -76,9 +79,9 @@ constexpr double kSum = 4500;  ///< of a kernel that adds up parts
 /// Clocks of one multiply.
 double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& choice, int tokens,
                int multiprocessors) {
-  const PackedFormat format = packed_format(gatefold::scheme(work.scheme).weight);
+  const PackedFormat format = packed_format(gatefold::scheme(work.scheme));
   const PackedShape shape(format, m.rows, m.k, m.count);
-  const Costs costs = costs_of(format.value.bits, choice);
+  const Costs costs = costs_of(format, choice);
   const bool warps = choice.tuning.body == CudaTuning::Body::warps;
   const int tile = choice.tuning.tile_tokens;
   const double bytes = static_cast<double>(shape.bytes()), steps = static_cast<double>(shape.records),
@@ -138,7 +141,7 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
   for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
-  for (const int tokens : {32, kFewTokensOfTile, 128, kManyTokensOfTile, kMostTokensOfTile})
+  for (const int tokens : {32, kFewTokensOfTile, 128, kManyTokensOfTile, 192, kMostTokensOfTile})
     add(Body::warpgroups, tokens);
   return choices;
 }

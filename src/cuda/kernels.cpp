@@ -7,12 +7,12 @@ namespace gatefold {
 namespace {
 
 std::size_t layout_bytes(SchemeId id, Format scale_format, std::int64_t n, std::int64_t k) {
-  const cuda::PackedFormat format = cuda::packed_format(scheme(id).weight, cuda::is_wide(id, scale_format));
+  const cuda::PackedFormat format = cuda::packed_format(scheme(id), cuda::is_wide(id, scale_format));
   return static_cast<std::size_t>(cuda::PackedShape(format, n, k, 1).bytes());
 }
 
-const WeightLayout layout{"cuda records 5", layout_bytes, cuda::DeviceWeights::allocate};
-static_assert(cuda::kPackedVersion == 5, "the layout's name says the version");
+const WeightLayout layout{"cuda records 6", layout_bytes, cuda::DeviceWeights::allocate};
+static_assert(cuda::kPackedVersion == 6, "the layout's name says the version");
 
 }  // namespace
 

@@ -252,7 +252,7 @@ class LayerRun {
   GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind, bool tiled) const {
     const bool down = kind == GemmKind::down;
     const std::int64_t n = down ? spec_.hidden : ffn.intermediate, k = down ? ffn.intermediate : spec_.hidden;
-    const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme).weight, m.wide), n, k, down ? 1 : 2);
+    const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme), m.wide), n, k, down ? 1 : 2);
     GemmArgs args{.weights = m.data,
                   .expert_stride = m.expert_stride,
                   .groups = static_cast<std::int32_t>(shape.units / kGroupUnits),

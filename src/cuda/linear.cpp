@@ -19,7 +19,7 @@ Status invalid(std::string message) {
 }
 
 PackedShape packed_shape(const LinearShape& shape, bool wide) {
-  return {packed_format(scheme(shape.scheme).weight, wide), shape.n, shape.k, 1};
+  return {packed_format(scheme(shape.scheme), wide), shape.n, shape.k, 1};
 }
 
 /// Why the kernels cannot multiply, in words; empty if they can.

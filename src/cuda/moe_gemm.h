@@ -136,7 +136,7 @@ struct GemmKernel {
 
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
-    const PackedFormat p = packed_format(gatefold::scheme(id).weight);
+    const PackedFormat p = packed_format(gatefold::scheme(id));
     return {tiled, p.folded, p.value.bits == 8, byte_order};
   }
 };
@@ -146,7 +146,7 @@ GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
 inline constexpr int kFewTokensOfTile = 64;
 /// The most of an item, by most kernels and by any.
-inline constexpr int kManyTokensOfTile = 160, kMostTokensOfTile = 192;
+inline constexpr int kManyTokensOfTile = 160, kMostTokensOfTile = 256;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 

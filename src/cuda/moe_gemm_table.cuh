@@ -10,19 +10,21 @@ namespace gatefold::cuda {
 /// The first scheme of the table with these weights.
 constexpr SchemeId first_with_weights_of(SchemeId id) {
   for (std::size_t i = 0; i < static_cast<std::size_t>(id); ++i)
-    if (packed_format(operands::table[i].weight) == packed_format(scheme(id).weight))
-      return static_cast<SchemeId>(i);
+    if (packed_format(operands::table[i]) == packed_format(scheme(id))) return static_cast<SchemeId>(i);
   return id;
 }
 
-/// Whether a scheme with these weights has activations whose f32 scales belong to records.
-constexpr bool has_record_scales(SchemeId id) {
-  for (std::size_t i = 0; i < all_schemes().size(); ++i) {
-    const Operand& a = operands::table[i].activation;
-    if (first_with_weights_of(static_cast<SchemeId>(i)) == id && a.group.k != 0 && a.scale == formats::f32)
+/// Whether a scheme with these weights has activations that `which` accepts.
+template <class Which>
+constexpr bool any_activation(SchemeId id, const Which& which) {
+  for (std::size_t i = 0; i < all_schemes().size(); ++i)
+    if (first_with_weights_of(static_cast<SchemeId>(i)) == id && which(operands::table[i].activation))
       return true;
-  }
   return false;
+}
+/// Activations whose f32 scales belong to records.
+constexpr bool has_record_scales(SchemeId id) {
+  return any_activation(id, [](const Operand& a) { return a.group.k != 0 && a.scale == formats::f32; });
 }
 
 template <class S, bool kWide, InputKind kInput, int kTiles>
@@ -69,7 +71,7 @@ GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
   return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
     // Registers do not hold four tiles beside scales of groups of 32 and zero points or codes of 8 bits, or
     // f32 scales of these groups or of 64.
-    constexpr PackedFormat P = packed_format(S::scheme.weight, kWide);
+    constexpr PackedFormat P = packed_format(S::scheme, kWide);
     constexpr bool small = P.group == 32 && !P.folded && (P.zeros || P.value.bits == 8);
     constexpr int most = small || (P.group <= 64 && P.scale.bits == 32) ? 2 : 4;
     return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()

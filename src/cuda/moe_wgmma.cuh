@@ -248,6 +248,7 @@ template <class T>
 __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant__ GemmArgs args) {
   extern __shared__ __align__(1024) uint4 shared[];
   __shared__ WarpgroupRing<T> ring;
+  static_assert((sizeof(ring) + 1023) / 1024 * 1024 + T::shared_bytes <= kSharedBytes);
   auto* memory = reinterpret_cast<std::byte*>(shared);
   memory += (1024 - shared_address(memory) % 1024) % 1024;
 

@@ -7,11 +7,7 @@ namespace {
 
 /// Whether a scheme with these weights has activations whose codes are inputs of this kind.
 constexpr bool has_kind(SchemeId id, InputKind kind) {
-  for (std::size_t i = 0; i < all_schemes().size(); ++i)
-    if (first_with_weights_of(static_cast<SchemeId>(i)) == id &&
-        byte_kind(operands::table[i].activation) == kind)
-      return true;
-  return false;
+  return any_activation(id, [&](const Operand& a) { return byte_kind(a) == kind; });
 }
 
 template <class T>
@@ -25,7 +21,7 @@ GemmKernel kernel_of() {
           .step_bytes = T::step_bytes,
           .tile_groups = T::groups,
           .tiled = true,
-          .byte_order = byte_order(T::P.value)};
+          .byte_order = byte_order(T::P)};
 }
 
 template <class S, bool kWide>

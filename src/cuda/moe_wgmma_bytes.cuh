@@ -3,9 +3,11 @@
 /// What warpgroups of moe_wgmma.cuh multiply in 8 bits: weights of 4 bits, decoded to bytes, by activations'
 /// codes.
 ///
-/// A record is four multiplies of 32 columns by a piece of the tokens. Sums of e4m3 products lose bits as
-/// they grow (wgmma_bytes.cuh), and scales belong to records: so a record's sums are kept by themselves, and
-/// become part of the others in f32, times the scales of their columns, while other warpgroups multiply.
+/// A record is four multiplies of 32 columns by a piece of the tokens. Where scales belong to records, a
+/// record's sums are kept by themselves, and become part of the others in f32, times the scales of their
+/// columns, while other warpgroups multiply. Where scales are folded, registers have room for items of twice
+/// as many tokens, as all products are added to the same sums; those lose bits as they grow
+/// (wgmma_bytes.cuh).
 
 #include <type_traits>
 
@@ -35,8 +37,7 @@ struct PartScales {
   __device__ __forceinline__ PartScales(const std::byte* extra, int lane) {
     const RecordScales<T::P> scales(extra, lane);
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      rows[r] = scales.scale(0, r) * detail::power_of_two(byte_power(T::P.value, T::M));
+    for (int r = 0; r < 2; ++r) rows[r] = scales.scale(0, r) * detail::power_of_two(byte_power(T::P, T::M));
   }
 };
 
@@ -57,14 +58,22 @@ template <class T>
 struct ByteFragments {
   std::uint32_t a[kRecordColumns / 32][4];
   Codes<T::P, 2> codes;
+  ByteTable tables[2];  ///< of both rows
 
-  /// `record`: from this lane's first byte on. Blocks come one after the other.
-  __device__ __forceinline__ void decode(const std::byte* record, int block) {
-    if (block % 2 == 0) codes.load(record, block, 0);
+  /// `record`: from this lane's first byte on. Blocks come one after the other. `scales`: folded ones.
+  __device__ __forceinline__ void decode(const std::byte* record, int block, std::uint32_t scales = 0,
+                                         const ByteTable* all_tables = nullptr) {
+    if (block % 2 == 0) {
+      codes.load(record, block, 0);
+      if constexpr (T::P.for_bytes)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          tables[r] = all_tables[byte_table_index(__byte_perm(scales, 0, 0x4440 + block + r))];
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       std::uint32_t row[2];
-      decode8_bytes<T::P, T::M>(codes.row(block % 2, r), row);
+      decode8_bytes<T::P, T::M>(codes.row(block % 2, r), tables[r], row);
       a[block][r] = row[0];
       a[block][2 + r] = row[1];
     }
@@ -123,18 +132,71 @@ __device__ __forceinline__ Tile leave_tile(const WarpgroupRing<T>& ring, const R
   release_weights<T>(barriers, at);
 #pragma unroll
   for (int i = 0; i < kSums; ++i) result[0].sums[i] = sums[i];
-  result[0].unit[0] = result[0].unit[1] = 1;
+  result[0].unit[0] = result[0].unit[1] = T::parts ? 1.0f : detail::power_of_two(byte_power(T::P, T::M));
   return tile;
+}
+
+/// A tile of at most N tokens, whose products are all added to the same sums. Its first stage of weights is
+/// there. While a step is multiplied, weights of the next one are decoded.
+template <class T, int N>
+requires(T::bytes && !T::from_memory && !T::parts) __device__ __forceinline__ Tile
+    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
+                  Places& at, std::byte* memory, TileResult<T>& result) {
+  using S = Stages<T>;
+  static_assert(T::steps == 2);
+  constexpr int kBlocks = kRecordColumns / 32;
+  const int lane = threadIdx.x % 32;
+  const UnitPlace<T> place;
+  const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
+  float sums[N / 2] = {};
+  ByteFragments<T> fragments[2];
+  const auto decode = [&](ByteFragments<T>& to, int of_stage) {
+    const std::byte* const stage = memory + at.weights.index * T::weight_bytes;
+    const RecordScales<T::P> scales(stage + place.extra + of_stage * place.next_extra, lane);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      to.decode(stage + place.record + of_stage * place.next_record, block, scales.words[0], ring.tables);
+  };
+  decode(fragments[0], 0);
+  int left = args.steps;  // that are not multiplied
+  // Step kStep of a stage of weights. Returns whether it was the last one of all.
+  const auto multiply_step = [&]<int kStep>() {
+    const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
+    const std::uint32_t columns =
+        add_bytes(all_columns, __shfl_sync(~0u, at.inputs.index * S::input_bytes, 0));
+    wait_barrier(inputs_full, at.inputs.parity);
+    begin_multiplies();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      ByteWgmma<N>::template run<true>(sums, fragments[kStep].a[block], add_bytes(columns, block * 32));
+    commit_multiplies();
+    const bool last = --left == 0;
+    if (kStep == 1 && !last) {
+      __syncwarp();
+      release_weights<T>(barriers, at);
+      wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
+    }
+    decode(fragments[1 - kStep], 1 - kStep);  // after the last step: anything
+    wait_for_multiplies<0>();
+    __syncwarp();
+    if (lane == 0) arrive(inputs_full + barriers.empty);
+    at.inputs.advance(S::inputs);
+    return last;
+  };
+  while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {
+  }
+  take_sums(sums);
+  return leave_tile<T>(ring, barriers, at, sums, result);
 }
 
 /// A tile of at most N tokens, in pieces. Its first stage of weights is there. While pieces are multiplied,
 /// weights of the next step are decoded.
 template <class T, int N>
-requires(T::bytes && !T::from_memory && T::many) __device__ __forceinline__ Tile
+requires(T::bytes && !T::from_memory && T::parts && T::many) __device__ __forceinline__ Tile
     multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
                   Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  static_assert(T::parts && !T::record_scales && T::steps == 2);
+  static_assert(!T::record_scales && T::steps == 2);
   constexpr int kBlocks = kRecordColumns / 32, kPieces = N <= 96 ? 1 : 2, kPiece = N / kPieces;
   const int lane = threadIdx.x % 32;
   const UnitPlace<T> place;
@@ -187,11 +249,11 @@ requires(T::bytes && !T::from_memory && T::many) __device__ __forceinline__ Tile
 /// The same of few tokens, in one piece: registers of four warpgroups hold no more, nor the weights of two
 /// steps. Those of the next one are decoded while other warpgroups multiply.
 template <class T, int N>
-requires(T::bytes && !T::from_memory && !T::many) __device__ __forceinline__ Tile
+requires(T::bytes && !T::from_memory && T::parts && !T::many) __device__ __forceinline__ Tile
     multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
                   Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  static_assert(T::parts && !T::record_scales);
+  static_assert(!T::record_scales);
   constexpr int kBlocks = kRecordColumns / 32;
   const int lane = threadIdx.x % 32;
   const UnitPlace<T> place;

@@ -3,7 +3,6 @@
 /// What a kernel of moe_wgmma.cuh is made for that multiplies bytes (moe_wgmma_bytes.cuh,
 /// moe_wgmma_rows.cuh), and how activations come to shared memory: codes, 128 of a row in 128 bytes.
 
-#include "cuda/decode_bytes.h"
 #include "cuda/inputs.h"
 #include "cuda/moe_wgmma_ring.cuh"
 
@@ -20,17 +19,19 @@ struct ByteTraits {
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
-  static constexpr bool parts = M == formats::e4m3 || Plain::scaled_groups;
+  static constexpr bool parts = Plain::scaled_groups || (M == formats::e4m3 && !P.for_bytes);
   using Sum = std::conditional_t<M == formats::int8 && !parts, std::int32_t, float>;  ///< of a tile
   /// Operands that it can take.
-  static constexpr bool possible = fits_bytes(P.value, M) && P.group == kRecordColumns && !P.zeros &&
+  static constexpr bool possible = fits_bytes(P, M) && (P.for_bytes || P.group == kRecordColumns) &&
+                                   !P.zeros &&
                                    (from_memory ? P.record_bytes() == P.value_bytes() : !record_scales);
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
   /// The most of an item: so many have room beside sums of a record.
   static constexpr int tokens = !kMany         ? kFewTokensOfTile
-                                : !from_memory ? kMostTokensOfTile
+                                : P.for_bytes  ? kMostTokensOfTile
+                                : !from_memory ? 192
                                 : parts        ? 128
                                                : kManyTokensOfTile;
   /// The kernel is there for so many tokens, and for multiples of steps.
@@ -60,7 +61,9 @@ struct ByteTraits {
   /// f32 of a warpgroup, for the end of a tile: of tokens, and of rows.
   static constexpr int scaled_tokens = record_scales ? 0 : tokens,
                        end_scales = scaled_tokens + (P.row_scale ? kWarpgroupRows : 0);
-  static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * kEndBytes, shared_bytes = 230400 + 1024;
+  static constexpr int all_bytes = P.for_bytes ? 229376 : 230400;  ///< those of tables are in another 1024
+  static constexpr int ring_bytes = all_bytes - warps / 4 * end_tokens * kEndBytes,
+                       shared_bytes = all_bytes + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
 };
 

@@ -7,11 +7,13 @@
 /// Two rings of stages run ahead of the multiplies: weights, the next one or two steps of each group of a
 /// tile, and activations, the next 128 columns of the tokens, which lie in memory as the multiply reads them.
 
+#include "cuda/decode_bytes.h"
 #include "cuda/moe_gemm_ring.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace gatefold::cuda {
 
+inline constexpr int kSharedBytes = 232448;           ///< of a thread block
 inline constexpr int kWarpgroupRows = 4 * kUnitRows;  ///< of a unit of each of its warps
 inline constexpr int kEndBytes = kWarpgroupRows * 2;  ///< of a token's results: 16 bits each
 
@@ -146,9 +148,12 @@ struct WarpgroupRing {
   Tile tiles[T::most_stages];  ///< of stages of weights
   TilesAhead weights_ahead, inputs_ahead;
   Stages<T> stages;
+  static constexpr bool with_tables = T::bytes && T::P.for_bytes;
+  ByteTable tables[with_tables ? kByteTables : 1];
 
   __device__ void init(int tokens) {
     if (threadIdx.x == 0) stages = Stages<T>(tokens);
+    if (with_tables && threadIdx.x < kByteTables) tables[threadIdx.x] = byte_table(threadIdx.x);
     if (threadIdx.x >= T::most_stages) return;
     init_barrier(weights_full + threadIdx.x, 1);
     init_barrier(weights_empty + threadIdx.x, T::warps);

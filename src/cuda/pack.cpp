@@ -85,7 +85,7 @@ void pack_on_host(const PackJob& job) {
       std::memcpy(job.out + (unit * kUnitRows + r) * sizeof(float), &scale, sizeof(float));
     }
     for (std::int64_t record = 0; record < job.shape.records; ++record)
-      pack_record(job, job.shape.format.value, unit, record, 0, 1);
+      pack_record(job, format_of_codes(job.shape.format), unit, record, 0, 1);
   }
 }
 

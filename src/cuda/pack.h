@@ -100,20 +100,25 @@ GATEFOLD_HD bool has_no_scale(const PackedFormat& p, const PackSource& source, s
   return scale < 0x1p-126f && scale > -0x1p-126f;
 }
 
-/// Word `index` of a record's values: record bytes 4 * index and on. `value` is the format's: a constant,
-/// where speed matters.
-GATEFOLD_HD std::uint32_t value_word(const PackJob& job, Format value, std::int64_t unit, std::int64_t record,
-                                     int index) {
+/// How codes lie in words: constants, where speed matters.
+constexpr PackedFormat format_of_codes(const PackedFormat& p) {
+  return {.value = p.value, .for_bytes = p.for_bytes};
+}
+
+/// Word `index` of a record's values: record bytes 4 * index and on. `codes`: format_of_codes.
+GATEFOLD_HD std::uint32_t value_word(const PackJob& job, const PackedFormat& codes, std::int64_t unit,
+                                     std::int64_t record, int index) {
   PackedFormat p = job.shape.format;
-  p.value = value;
+  p.value = codes.value;
+  p.for_bytes = codes.for_bytes;
   const WordPlace place = place_of_word(p, index);
   const std::int64_t k = record * kRecordColumns + place.column;
   const PackRow at = row_of(job, unit, place.row);
-  if (!at.valid || k >= job.shape.k) return pack_word(value, 0);
-  if (has_no_scale(p, at.source, at.row, k)) return pack_word(value, 0);
-  const std::int64_t byte = k * value.bits / 8;
+  if (!at.valid || k >= job.shape.k) return pack_word(codes, 0);
+  if (has_no_scale(p, at.source, at.row, k)) return pack_word(codes, 0);
+  const std::int64_t byte = k * codes.value.bits / 8;
   return pack_word(
-      value, load_bytes(at.source.values + at.row * at.source.row_bytes + byte, at.source.row_bytes - byte));
+      codes, load_bytes(at.source.values + at.row * at.source.row_bytes + byte, at.source.row_bytes - byte));
 }
 
 /// Scale of (row r, group g) of a record; the row's own is there already.
@@ -144,12 +149,12 @@ GATEFOLD_HD std::uint32_t zero_of(const PackJob& job, std::int64_t unit, std::in
 }
 
 /// The values, scales and zero points of a record; `worker` of `workers` does its share. `out` is zeroed.
-GATEFOLD_HD void pack_record(const PackJob& job, Format value, std::int64_t unit, std::int64_t record,
-                             int worker, int workers) {
+GATEFOLD_HD void pack_record(const PackJob& job, const PackedFormat& codes, std::int64_t unit,
+                             std::int64_t record, int worker, int workers) {
   const PackedFormat& p = job.shape.format;
   std::byte* out = job.out + job.shape.record_at(unit, record);
   for (int i = worker; i < p.value_bytes() / 4; i += workers)
-    reinterpret_cast<std::uint32_t*>(out)[i] = value_word(job, value, unit, record, i);
+    reinterpret_cast<std::uint32_t*>(out)[i] = value_word(job, codes, unit, record, i);
   if (!p.scale.stored()) return;
   std::byte* extra = job.out + job.shape.extra_at(unit, record);
   const int step = p.banded ? 8 : 1;

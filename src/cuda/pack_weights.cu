@@ -6,11 +6,12 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class Value>
+template <class Codes>
 __global__ void __launch_bounds__(kThreads) pack_records(const __grid_constant__ PackJob job) {
+  constexpr PackedFormat codes = Codes::format;
   for (std::int64_t unit = job.first_unit + blockIdx.y; unit < job.end_unit; unit += gridDim.y)
     for (std::int64_t record = blockIdx.x; record < job.shape.records; record += gridDim.x)
-      pack_record(job, Value::format, unit, record, threadIdx.x, kThreads);
+      pack_record(job, codes, unit, record, threadIdx.x, kThreads);
 }
 
 /// A warp for each row.
@@ -27,10 +28,15 @@ __global__ void __launch_bounds__(kThreads) pack_row_scales(const __grid_constan
   }
 }
 
-/// The first scheme of the table whose weights are of this format.
-constexpr SchemeId first_with_value(Format value) {
+template <class S>
+struct CodesOf {
+  static constexpr PackedFormat format = format_of_codes(packed_format(S::scheme));
+};
+
+/// The first scheme of the table whose codes lie like these.
+constexpr SchemeId first_with_codes(const PackedFormat& codes) {
   std::size_t i = 0;
-  while (!(operands::table[i].weight.value == value)) ++i;
+  while (!(format_of_codes(packed_format(operands::table[i])) == codes)) ++i;
   return static_cast<SchemeId>(i);
 }
 
@@ -42,10 +48,10 @@ cudaError_t launch_pack(const PackJob& job, cudaStream_t stream) {
   const auto records = static_cast<unsigned>(std::min(most, job.shape.records));
   if (job.shape.format.row_scale) pack_row_scales<<<units, kThreads, 0, stream>>>(job);
   for_each_scheme([&]<class S>() {
-    constexpr Format value = S::scheme.weight.value;
-    if constexpr (first_with_value(value) == S::id)
-      if (job.shape.format.value == value)
-        pack_records<FormatTag<value>><<<dim3(records, units), kThreads, 0, stream>>>(job);
+    constexpr PackedFormat codes = CodesOf<S>::format;
+    if constexpr (first_with_codes(codes) == S::id)
+      if (format_of_codes(job.shape.format) == codes)
+        pack_records<CodesOf<S>><<<dim3(records, units), kThreads, 0, stream>>>(job);
   });
   return cudaGetLastError();
 }

@@ -36,7 +36,7 @@
 
 namespace gatefold::cuda {
 
-inline constexpr int kPackedVersion = 5;
+inline constexpr int kPackedVersion = 6;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
 inline constexpr int kRecordColumns = 128;
@@ -52,6 +52,8 @@ struct PackedFormat {
   bool row_scale = false;
   /// Group scales are multiplied into the values, which is exact in 16 bits; else into the sums of groups.
   bool folded = false;
+  /// Codes lie so that they become bytes in few instructions, with folded scales (decode_bytes.h).
+  bool for_bytes = false;
   friend constexpr bool operator==(const PackedFormat&, const PackedFormat&) = default;
 
   constexpr int groups() const { return kRecordColumns / group; }
@@ -102,8 +104,16 @@ constexpr bool may_be_wide(const Operand& w) {
   return w.group.k != 0 && w.group.n == 1 && w.scale.bits == 16;
 }
 
+/// Whether e2m1's codes and folded scales are multiplied in e4m3, by codes of activations.
+constexpr bool folds_to_bytes(const Scheme& s) {
+  return s.weight.value == formats::e2m1 && s.weight.scale == formats::ue8m0 && folds(s.weight) &&
+         s.activation.value == formats::e4m3 && s.activation.scale == formats::f32 &&
+         s.activation.group.k == 0;
+}
+
 /// `wide`: the checkpoint does.
-constexpr PackedFormat packed_format(const Operand& w, bool wide = false) {
+constexpr PackedFormat packed_format(const Scheme& s, bool wide = false) {
+  const Operand& w = s.weight;
   PackedFormat p;
   p.value = w.value;
   if (!w.quantized()) return p;
@@ -116,6 +126,7 @@ constexpr PackedFormat packed_format(const Operand& w, bool wide = false) {
   p.scale = (wide && may_be_wide(w)) || p.banded ? formats::f32 : w.scale;
   p.zeros = w.zero_point.stored();
   p.folded = folds(w);
+  p.for_bytes = folds_to_bytes(s);
   p.row_scale |= p.folded;
   return p;
 }
@@ -159,10 +170,14 @@ struct PackedShape {
 /// Where bit b of code i lies in the 32-bit word that holds codes 0, 1, ... of one row, neighbours in k.
 /// Codes 0, 2, ... are in the low half, 1, 3, ... in the high half, so that masks give pairs of 16-bit
 /// numbers.
-constexpr int code_bit(Format value, int i, int b) {
+constexpr int code_bit(const PackedFormat& p, int i, int b) {
+  const Format value = p.value;
   if (value.bits == 16) return 16 * i + b;
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
+  // Magnitudes in nibbles, in order. Above the odd ones are signs of codes 0 to 3, above the others of 4
+  // to 7.
+  if (p.for_bytes) return b < 3 ? 4 * i + b : i % 4 * 8 + (i < 4 ? 7 : 3);
   // e2m1: the first pair is where bf16 has sign and fields, the second one 6 bits lower, the third one 6 bits
   // higher, in a word that is rotated: its signs come from the other half. Of the fourth one the lowest bit
   // is 4 bits too high, the others 4 too low.
@@ -175,14 +190,15 @@ constexpr int code_bit(Format value, int i, int b) {
 /// Weights of 4 bits come from registers: bytes 0 to 3 are k indices 4 q .. of a block's 32, and 4 to 7
 /// indices 16 + 4 q .. Those of 8 bits come from shared memory, and are k indices 32 q + 8 block .. of a
 /// record.
-constexpr int column_of_byte(Format value, int i) {
-  if (value.bits == 4) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
+constexpr int column_of_byte(const PackedFormat& p, int i) {
+  if (p.for_bytes) return i;
+  if (p.value.bits == 4) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
   return i / 4 * 4 + i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
 }
 /// The same of all 8, in nibbles, the first one lowest.
-constexpr std::uint32_t byte_order(Format value) {
+constexpr std::uint32_t byte_order(const PackedFormat& p) {
   std::uint32_t order = 0;
-  for (int i = 0; i < 8; ++i) order |= static_cast<std::uint32_t>(column_of_byte(value, i)) << (4 * i);
+  for (int i = 0; i < 8; ++i) order |= static_cast<std::uint32_t>(column_of_byte(p, i)) << (4 * i);
   return order;
 }
 
@@ -192,11 +208,12 @@ constexpr std::uint32_t code_offset(Format value) {
 }
 
 /// Four bytes of a row in the canonical layout to a packed word.
-GATEFOLD_HD constexpr std::uint32_t pack_word(Format value, std::uint32_t codes) {
+GATEFOLD_HD constexpr std::uint32_t pack_word(const PackedFormat& p, std::uint32_t codes) {
+  const int bits = p.value.bits;
   std::uint32_t word = 0;
-  for (int i = 0; i < 32 / value.bits; ++i) {
-    const std::uint32_t code = (codes >> (i * value.bits)) ^ code_offset(value);
-    for (int b = 0; b < value.bits; ++b) word |= (code >> b & 1) << code_bit(value, i, b);
+  for (int i = 0; i < 32 / bits; ++i) {
+    const std::uint32_t code = (codes >> (i * bits)) ^ code_offset(p.value);
+    for (int b = 0; b < bits; ++b) word |= (code >> b & 1) << code_bit(p, i, b);
   }
   return word;
 }

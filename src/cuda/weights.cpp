@@ -61,7 +61,7 @@ Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size
       return {Code::unsupported, fmt::format("scales of {} are {}, not {}", scheme(matrices[i].scheme).name,
                                              name(matrices[i].scale_format), name(scale))};
   }
-  PackJob job{.shape = {packed_format(scheme(first.scheme).weight, wide), first.n, first.k, count},
+  PackJob job{.shape = {packed_format(scheme(first.scheme), wide), first.n, first.k, count},
               .out = memory_.data() + at};
   for (int i = 0; i < count; ++i) {
     packed[i].data = job.out;

@@ -17,6 +17,11 @@ namespace gatefold::cuda {
 #define GATEFOLD_SUMS_OF_80(c) \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
 #define GATEFOLD_SUMS_OF_96(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2)
+#define GATEFOLD_SUMS_OF_128(c) GATEFOLD_SUMS_OF_96(c), GATEFOLD_SUMS_16(c, 3)
+#define GATEFOLD_SUMS_OF_160(c) GATEFOLD_SUMS_OF_128(c), GATEFOLD_SUMS_16(c, 4)
+#define GATEFOLD_SUMS_OF_192(c) GATEFOLD_SUMS_OF_160(c), GATEFOLD_SUMS_16(c, 5)
+#define GATEFOLD_SUMS_OF_224(c) GATEFOLD_SUMS_OF_192(c), GATEFOLD_SUMS_16(c, 6)
+#define GATEFOLD_SUMS_OF_256(c) GATEFOLD_SUMS_OF_224(c), GATEFOLD_SUMS_16(c, 7)
 
 /// d = a * b, or d += a * b: m64nNk32. Sums and b are those of Wgmma. Of a, word 0 has row lane / 4 and k
 /// indices 4 (lane % 4) .., word 1 row + 8, words 2 and 3 the same rows and k indices 16 + 4 (lane % 4) ..
@@ -54,6 +59,23 @@ GATEFOLD_BYTE_WGMMA(80, 40, 41, 42, 43, 44, 45,
                     GATEFOLD_SUMS_OF_80)
 GATEFOLD_BYTE_WGMMA(96, 48, 49, 50, 51, 52, 53, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2,
                     GATEFOLD_SUMS_OF_96)
+GATEFOLD_BYTE_WGMMA(128, 64, 65, 66, 67, 68, 69,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3, GATEFOLD_SUMS_OF_128)
+GATEFOLD_BYTE_WGMMA(160, 80, 81, 82, 83, 84, 85,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4,
+                    GATEFOLD_SUMS_OF_160)
+GATEFOLD_BYTE_WGMMA(192, 96, 97, 98, 99, 100, 101,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", " GATEFOLD_R5,
+                    GATEFOLD_SUMS_OF_192)
+GATEFOLD_BYTE_WGMMA(224, 112, 113, 114, 115, 116, 117,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", " GATEFOLD_R5 ", " GATEFOLD_R6,
+                    GATEFOLD_SUMS_OF_224)
+GATEFOLD_BYTE_WGMMA(256, 128, 129, 130, 131, 132, 133,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", " GATEFOLD_R5 ", " GATEFOLD_R6 ", " GATEFOLD_R7,
+                    GATEFOLD_SUMS_OF_256)
 #undef GATEFOLD_BYTE_WGMMA
 #undef GATEFOLD_BYTE_WGMMA_OF
 
@@ -86,14 +108,9 @@ struct RowsWgmma;
 #define GATEFOLD_SUMS_OF_112(c)                                                                   \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_4(c, 48), \
       GATEFOLD_SUMS_4(c, 52)
-#define GATEFOLD_SUMS_OF_128(c) \
-  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3)
 #define GATEFOLD_SUMS_OF_144(c)                                                                   \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3), \
       GATEFOLD_SUMS_4(c, 64), GATEFOLD_SUMS_4(c, 68)
-#define GATEFOLD_SUMS_OF_160(c)                                                                   \
-  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3), \
-      GATEFOLD_SUMS_16(c, 4)
 
 GATEFOLD_ROWS_WGMMA(32, 16, 17, 18, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
 GATEFOLD_ROWS_WGMMA(64, 32, 33, 34, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_SUMS_OF_64)

@@ -124,6 +124,9 @@ void expect_near(const std::vector<float>& y, const std::vector<double>& expecte
 
 class GpuLinear : public GpuTest {
  protected:
+  static double of_sums(SchemeId id, std::int64_t k) {
+    return error_of_sums(scheme(id), scheme(id).activation, k);
+  }
   /// f32 results; every byte of y is 0xFF (NaN) before.
   static std::vector<float> run(const LinearWeights& weights, const LinearOptions& options, const Rows& x,
                                 const std::vector<std::int32_t>& offsets) {
@@ -157,7 +160,7 @@ class EveryLinear : public GpuLinear, public testing::WithParamInterface<SchemeA
   LinearOptions options(int max_rows) const {
     return {.max_rows = max_rows, .act_dtype = dtype(), .debug_workspace = true};
   }
-  double allowed(const Rows& x) const { return tolerance(x.k) + error_of_sums(scheme(id()).activation); }
+  double allowed(const Rows& x) const { return tolerance(x.k) + of_sums(id(), x.k); }
   /// Columns that fill no record.
   std::int64_t ragged_k() const {
     const Granularity group = scheme(id()).weight.group;
@@ -242,7 +245,7 @@ INSTANTIATE_TEST_SUITE_P(Table, EveryLinear, every_scheme_and_type(), scheme_and
 
 // What sums of long rows lose, beside double precision, by each multiply; in fp8 not more than cuBLAS's lose.
 TEST_F(GpuLinear, ErrorsOfLongRows) {
-  const std::int64_t rows = 128, n = 128, k = 7168;
+  const std::int64_t rows = 520, n = 32, k = 7168;  // too many rows for parts of columns
   const auto by = [&](const LinearWeights& weights, const Rows& x, CudaTuning::Body body) {
     const auto plan = LinearPlan::create(weights.shape(), {.max_rows = static_cast<int>(rows)});
     EXPECT_TRUE(plan.ok()) << plan.status().message();
@@ -262,7 +265,7 @@ TEST_F(GpuLinear, ErrorsOfLongRows) {
     const double warpgroups = relative_error(by(weights, x, CudaTuning::Body::warpgroups), expected);
     std::printf("%-28s%12.1e%15.1e\n", std::string(scheme(id).name).c_str(), warps, warpgroups);
     EXPECT_LE(warps, tolerance(k)) << scheme(id).name;
-    EXPECT_LE(warpgroups, tolerance(k) + error_of_sums(scheme(id).activation)) << scheme(id).name;
+    EXPECT_LE(warpgroups, tolerance(k) + of_sums(id, k)) << scheme(id).name;
   }
 
   Matrices matrices(SchemeId::fp8_tensor_afp8, 1, n, k);
@@ -282,7 +285,7 @@ TEST_F(GpuLinear, ErrorsOfLongRows) {
   const double cublas = relative_error(*theirs, unscaled);
   const double ours = relative_error(by(matrices.pack(), x, CudaTuning::Body::warpgroups), expected);
   std::printf("e4m3 codes: cuBLAS %.2e, by warpgroups %.2e\n", cublas, ours);
-  EXPECT_LE(ours, 1.01 * cublas);
+  EXPECT_LE(ours, 1.03 * cublas);
 }
 
 // Types of y are roundings of the same sums; a bias is added before.
@@ -353,15 +356,15 @@ TEST_F(GpuLinear, PartsAndBias) {
       ASSERT_TRUE(status.ok()) << status.message();
       std::vector<double> expected = oracle(x, {0, count}, matrices);
       for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += bias[i % static_cast<std::size_t>(n)];
-      expect_near(y.host(), expected, tolerance(k) + error_of_sums(scheme(id).activation));
+      expect_near(y.host(), expected, tolerance(k) + of_sums(id, k));
     }
   }
 }
 
 // A row alone has the bits that it has among others, in any group size.
 TEST_F(GpuLinear, BatchInvariant) {
-  for (const SchemeId id :
-       {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_block_afp8, SchemeId::int8_aint8}) {
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::mxfp4_afp8,
+                            SchemeId::fp8_block_afp8, SchemeId::int8_aint8}) {
     const Matrices matrices(id, 2, 192, 384);
     const LinearWeights weights = matrices.pack();
     const LinearOptions options{.max_rows = 200, .batch_invariant = true};
@@ -412,8 +415,7 @@ TEST_F(GpuLinear, GraphReplay) {
     ASSERT_TRUE(cuda::synchronize().ok());
     ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
     ASSERT_TRUE(cuda::synchronize(stream).ok());
-    expect_near(y.host(), oracle(x, now, matrices),
-                tolerance(k) + error_of_sums(scheme(SchemeId::fp8_tensor_afp8).activation));
+    expect_near(y.host(), oracle(x, now, matrices), tolerance(k) + of_sums(SchemeId::fp8_tensor_afp8, k));
   }
   cudaGraphExecDestroy(replay);
   cudaGraphDestroy(graph);

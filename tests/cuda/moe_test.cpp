@@ -64,7 +64,7 @@ double one_flip(const MoeSpec& spec, const PlanOptions& options, std::size_t tok
 /// What error_of_sums() adds: intermediate values round accordingly, as in tolerance().
 double of_inexact_sums(const MoeSpec& spec, const PlanOptions& options) {
   const Operand activation = effective_activation(spec.scheme, spec, options);
-  const double u = error_of_sums(activation);
+  const double u = error_of_sums(scheme(spec.scheme), activation, std::max(spec.hidden, spec.intermediate));
   return 2 * (u + std::sqrt(u * std::exp2(-activation.value.mantissa_bits)));
 }
 

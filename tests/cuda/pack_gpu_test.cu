@@ -27,7 +27,7 @@ __global__ void decode_words(const std::uint32_t* words, const std::uint32_t* te
 
 template <class S, bool kF16>
 struct Decoded {
-  static constexpr PackedFormat P = packed_format(S::scheme.weight);
+  static constexpr PackedFormat P = packed_format(S::scheme);
   static constexpr Format M = kF16 ? formats::f16 : formats::bf16;
 };
 
@@ -73,7 +73,7 @@ TEST_F(PackOnGpu, SameBytesAsOnTheHost) {
         for (std::byte& byte : *part) byte = static_cast<std::byte>(random());
     }
     for (int count = 1; count <= 2; ++count) {
-      PackJob job{.shape = {packed_format(S::scheme.weight), n, k, count}};
+      PackJob job{.shape = {packed_format(S::scheme), n, k, count}};
       job.end_unit = job.shape.units;
       std::vector<std::byte> staged(2 * PackSource::bytes(matrices[0], {0, n})),
           expected(static_cast<std::size_t>(job.shape.bytes()));

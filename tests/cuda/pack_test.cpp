@@ -48,8 +48,7 @@ struct Packed {
 Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide, std::size_t bytes = 1 << 30) {
   const QuantizedMatrix& first = matrices[0];
   Packed packed{
-      {packed_format(scheme(first.scheme).weight, wide), first.n, first.k, static_cast<int>(matrices.size())},
-      {}};
+      {packed_format(scheme(first.scheme), wide), first.n, first.k, static_cast<int>(matrices.size())}, {}};
   packed.bytes.resize(static_cast<std::size_t>(packed.shape.bytes()));
   PackJob job{.shape = packed.shape, .out = packed.bytes.data()};
   const std::int64_t units = units_at_a_time(packed.shape, matrices.data(), bytes);
@@ -141,7 +140,7 @@ void expect_equal(const std::vector<QuantizedMatrix>& matrices, bool wide) {
 
 template <class S, Format M, bool kWide>
 void check_scheme() {
-  constexpr PackedFormat p = packed_format(S::scheme.weight, kWide);
+  constexpr PackedFormat p = packed_format(S::scheme, kWide);
   const Granularity group = S::scheme.weight.group;
   const std::int64_t step = group.n == 1 && group.k != 0 ? group.k : 2;
   const Format scale = kWide ? formats::f16 : S::scheme.weight.scale;
@@ -170,10 +169,10 @@ constexpr int exact_depth() {
   const int smallest = 1 - P.value.bias() - P.value.mantissa_bits;  // power of the values' smallest step
   return smallest + P.value.bias() - (1 - M.bias() - M.mantissa_bits);
 }
-static_assert(exact_depth<packed_format(schemes::mxfp4::scheme.weight), formats::bf16>() == 133);
-static_assert(exact_depth<packed_format(schemes::mxfp4::scheme.weight), formats::f16>() == 24);
-static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme.weight), formats::bf16>() == 131);
-static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme.weight), formats::f16>() == 22);
+static_assert(exact_depth<packed_format(schemes::mxfp4::scheme), formats::bf16>() == 133);
+static_assert(exact_depth<packed_format(schemes::mxfp4::scheme), formats::f16>() == 24);
+static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme), formats::bf16>() == 131);
+static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme), formats::f16>() == 22);
 
 /// Every code beside every zero point or folded scale, with its sign.
 template <PackedFormat P, Format M>
@@ -206,7 +205,7 @@ void check_codes(const char* name) {
           const std::uint32_t other = i == at ? code : code * 5 + 3;
           canonical[i * P.value.bits / 32] |= (other & (codes - 1)) << (i * P.value.bits % 32);
         }
-        for (int w = 0; w < 2; ++w) words[w] = pack_word(P.value, canonical[w]);
+        for (int w = 0; w < 2; ++w) words[w] = pack_word(P, canonical[w]);
         Pair pairs[4];
         decode8<P, M>(words, term, pairs);
         const double expected = (static_cast<double>(decode<P.value>(code)) - zero) * scale;
@@ -228,16 +227,18 @@ void check_codes(const char* name) {
 TEST(Decode, EveryCode) {
   for_each_scheme([]<class S>() {
     if constexpr (S::scheme.weight.value.bits < 16) {
-      check_codes<packed_format(S::scheme.weight), formats::bf16>(S::scheme.name.data());
-      check_codes<packed_format(S::scheme.weight), formats::f16>(S::scheme.name.data());
+      check_codes<packed_format(S::scheme), formats::bf16>(S::scheme.name.data());
+      check_codes<packed_format(S::scheme), formats::f16>(S::scheme.name.data());
     }
   });
 }
 
-/// Every code at every place, as a byte that is multiplied.
+/// Every code at every place, as a byte that is multiplied; beside a folded scale, as packed.
 template <PackedFormat P, Format M>
-void check_bytes(const char* name) {
+void check_bytes(const char* name, std::uint32_t repacked = 0) {
   constexpr std::uint32_t codes = 1u << P.value.bits;
+  const int below = 254 - static_cast<int>(repacked);  // the row's largest scale, powers of two
+  const double scale = P.for_bytes ? std::ldexp(1.0, P.value.bias() - below) : 1;
   for (std::uint32_t code = 0; code < codes; ++code)
     for (int at = 0; at < 8; ++at) {
       std::uint32_t own[8], canonical[2] = {}, words[2] = {}, bytes[2] = {};
@@ -245,19 +246,22 @@ void check_bytes(const char* name) {
         own[i] = (i == at ? code : code * 5 + 3) & (codes - 1);
         canonical[i * P.value.bits / 32] |= own[i] << (i * P.value.bits % 32);
       }
-      for (int w = 0; w < 2; ++w) words[w] = pack_word(P.value, canonical[w]);
-      decode8_bytes<P, M>(words, bytes);
+      for (int w = 0; w < 2; ++w) words[w] = pack_word(P, canonical[w]);
+      decode8_bytes<P, M>(words, byte_table(byte_table_index(repacked)), bytes);
       std::uint32_t seen = 0;
       for (int i = 0; i < 8; ++i) {
-        const auto column = byte_order(P.value) >> (4 * i) & 15;
+        const auto column = byte_order(P) >> (4 * i) & 15;
         seen |= 1u << column;
-        const float expected = decode<P.value>(own[column % 8]);
-        const float decoded =
-            std::ldexp(decode<M>(bytes[i / 4] >> (i % 4 * 8) & 0xff), byte_power(P.value, M));
+        const double expected = decode<P.value>(own[column % 8]) * scale;
+        const double decoded =
+            std::ldexp(static_cast<double>(decode<M>(bytes[i / 4] >> (i % 4 * 8) & 0xff)), byte_power(P, M));
         if (std::isnan(expected))
           ASSERT_TRUE(std::isnan(decoded)) << name << " code " << own[column % 8];
+        else if (P.for_bytes && below > 14)  // half of e4m3's smallest
+          ASSERT_LE(std::abs(decoded - expected), std::ldexp(0x1p-10, byte_power(P, M))) << name << below;
         else
           ASSERT_EQ(decoded, expected) << name << " code " << own[column % 8] << " at " << column;
+        ASSERT_EQ(std::signbit(decoded), std::signbit(expected)) << name << " code " << own[column % 8];
       }
       ASSERT_EQ(seen, 0xffu) << name;
     }
@@ -265,9 +269,12 @@ void check_bytes(const char* name) {
 
 TEST(Decode, EveryCodeAsAByte) {
   for_each_scheme([]<class S>() {
-    constexpr PackedFormat p = packed_format(S::scheme.weight);
-    if constexpr (fits_bytes(p.value, formats::e4m3)) check_bytes<p, formats::e4m3>(S::scheme.name.data());
-    if constexpr (fits_bytes(p.value, formats::int8)) check_bytes<p, formats::int8>(S::scheme.name.data());
+    constexpr PackedFormat p = packed_format(S::scheme);
+    if constexpr (fits_bytes(p, formats::int8)) check_bytes<p, formats::int8>(S::scheme.name.data());
+    if constexpr (!fits_bytes(p, formats::e4m3)) return;
+    for (std::uint32_t repacked = 0; repacked < (p.for_bytes ? 255u : 1u); ++repacked)
+      if constexpr (fits_bytes(p, formats::e4m3))
+        check_bytes<p, formats::e4m3>(S::scheme.name.data(), repacked);
   });
 }
 
@@ -286,7 +293,7 @@ TEST(Decode, HalvesOfF16AreExact) {
 
 TEST(Pack, NanMakesItsRowNan) {
   for_each_scheme([]<class S>() {
-    constexpr PackedFormat p = packed_format(S::scheme.weight);
+    constexpr PackedFormat p = packed_format(S::scheme);
     if (!p.row_scale) return;
     QuantizedMatrix matrix = random_matrix(S::id, S::scheme.weight.scale, 32, 128);
     if (p.value.bits == 8 && !p.value.is_integer())
@@ -309,7 +316,7 @@ TEST(Pack, NanMakesItsRowNan) {
 /// Rows with largest scales from 2^-127 to 2^127, and scales as far below them as 16 bits hold.
 template <class S, Format M>
 void check_depths() {
-  constexpr PackedFormat p = packed_format(S::scheme.weight);
+  constexpr PackedFormat p = packed_format(S::scheme);
   QuantizedMatrix matrix = random_matrix(S::id, formats::ue8m0, 255, 2 * kRecordColumns);
   for (std::size_t i = 0; i < matrix.scales.size(); ++i) {
     const auto row = static_cast<int>(i / 8), below = static_cast<int>(i % 8) * exact_depth<p, M>() / 7;
