@@ -102,11 +102,9 @@ class LayerRun {
 
   Status run() {
     const bool per_slot = b_.may_be_static && state_.static_input_scales;
-    const GemmRouting by_gate_up = route(per_slot);
     const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
                      down = choice_.kernel(weights_.down.wide);
-    if (!few()) launched(cut_items(gate_up), "cut tokens into items");
-
+    const GemmRouting by_gate_up = route(per_slot, gate_up);
     GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, tiled()));
     first.routing = by_gate_up;
     first.bias = weights_.gate_bias;
@@ -165,9 +163,10 @@ class LayerRun {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_weights : b_.topk_weights.at(base_);
   }
 
-  /// Expert ids and weights of every token, and, unless there are few, slots in the order of experts; or else
-  /// what gate and up need to route the tokens themselves, which they do if they are the first to need ids.
-  GemmRouting route(bool per_slot) {
+  /// Expert ids and weights of every token, and, unless there are few, slots in the order of experts, and
+  /// items; or else what gate and up need to route the tokens themselves, which they do if they are the first
+  /// to need ids.
+  GemmRouting route(bool per_slot, const GemmKernel& kernel) {
     const MoeInputs& in = call_.inputs;
     const float* logits = in.router_logits;
     if (in.topk_ids != nullptr && few()) return {};
@@ -209,7 +208,8 @@ class LayerRun {
                                  .active_experts = b_.active_experts.at(base_),
                                  .active_count = b_.active_count.at(base_)},
                          .block_counts = b_.route_scratch.at(base_)};
-    launched(few() ? launch_choose(args, stream_) : launch_route(args, stream_), "route tokens");
+    launched(few() ? launch_choose(args, stream_) : launch_route(args, items_of(kernel), stream_),
+             "route tokens");
     return {};
   }
 
@@ -225,18 +225,15 @@ class LayerRun {
     give(call_.outputs.topk_weights, slot_weights());
   }
 
-  cudaError_t cut_items(const GemmKernel& kernel) {
-    return launch_items({.active_experts = b_.active_experts.at(base_),
-                         .active_count = b_.active_count.at(base_),
-                         .expert_offsets = b_.expert_offsets.at(base_),
-                         .rows = slots_,
-                         .most_items = b_.most_items,
-                         .items = b_.items.at(base_),
-                         .item_count = b_.item_count.at(base_),
-                         .expert_rows = b_.expert_rows.at(base_),
-                         .tokens = kernel.tokens,
-                         .step = kernel.token_step},
-                        stream_);
+  ItemArgs items_of(const GemmKernel& kernel) const {
+    return {.experts = spec_.experts,
+            .rows = slots_,
+            .most_items = b_.most_items,
+            .items = b_.items.at(base_),
+            .item_count = b_.item_count.at(base_),
+            .expert_rows = b_.expert_rows.at(base_),
+            .tokens = kernel.tokens,
+            .step = kernel.token_step};
   }
 
   /// For rows that are slots.

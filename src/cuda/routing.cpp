@@ -15,7 +15,7 @@ Status route(const RouteArgs& args, Stream stream) {
                                                 args.end_expert, args.experts)};
   if (args.tokens < 0 || (args.tokens > 0 && (args.logits == nullptr) == (args.given_ids == nullptr)))
     return {Code::invalid_argument, fmt::format("routing {} tokens needs either logits or ids", args.tokens)};
-  return check(launch_route(args, native(stream)), "route tokens");
+  return check(launch_route(args, {}, native(stream)), "route tokens");
 }
 
 Status router_logits(const RouterArgs& args, Stream stream) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuda/items.cuh"
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
 #include "cuda/topk.cuh"
@@ -13,16 +14,22 @@ namespace gatefold::cuda {
 namespace {
 
 /// Up to this many tokens are routed and sorted by one launch: a cluster of blocks of which the first one
-/// sorts. More are routed by blocks of kBlockTokens, each of which counts its slots; a second launch adds up
+/// sorts. Up to kBlockSlots slots are sorted by one block, after a launch that routes them, unless ids are
+/// given. More are routed by blocks of kBlockTokens, each of which counts its slots; a second launch adds up
 /// the counts, and a third one gives the slots their positions.
 constexpr int kClusterTokens = 128;
 constexpr int kClusterBlocks = 8;
+constexpr int kBlockSlots = 8192;
 constexpr int kBlockTokens = 64;
 constexpr int kThreads = 512;
+constexpr int kSortThreads = 1024;
 
 /// What routing takes of shared memory; it is more than what sorting takes.
 __host__ __device__ constexpr int route_words(int warps, int experts) {
   return warps * route_warp_words(experts);
+}
+__host__ __device__ constexpr int sort_words(int warps, int experts) {
+  return (warps + 1) * experts;
 }
 
 __device__ __forceinline__ int tokens_of(const RouteArgs& args) {
@@ -81,11 +88,18 @@ class SlotSort {
 
   /// Counts of expert e become the slots in earlier warps; returns the slots of all. For one thread.
   __device__ int add_up(int e) {
+    constexpr int ahead = 8;  // that are read before any is written
     int sum = 0;
-    for (int w = 0; w < used_; ++w) {
-      const int count = counts()[w * args_.experts + e];
-      counts()[w * args_.experts + e] = sum;
-      sum += count;
+    for (int first = 0; first < used_; first += ahead) {
+      std::int32_t* const from = counts() + first * args_.experts + e;
+      int count[ahead];
+#pragma unroll
+      for (int w = 0; w < ahead; ++w) count[w] = first + w < used_ ? from[w * args_.experts] : 0;
+#pragma unroll
+      for (int w = 0; w < ahead; ++w) {
+        if (first + w < used_) from[w * args_.experts] = sum;
+        sum += count[w];
+      }
     }
     return sum;
   }
@@ -101,7 +115,9 @@ class SlotSort {
   }
 
  private:
-  __device__ std::int32_t* counts() const { return shared_words + args_.experts; }
+  __device__ std::int32_t* counts() const {
+    return shared_words + args_.experts;
+  }
 
   /// Calls visit(slot, expert or -1, slots of the same expert before it among the 32), then counts them.
   template <class Visit>
@@ -129,10 +145,10 @@ class SlotSort {
   int begin_, end_, per_warp_, used_;
 };
 
-/// Where each expert begins, and which are active, from slots_of(e); by one block, ends with a barrier. Warps
-/// take chunks of 32 experts; a chunk begins after the sum of those before it.
+/// Where each expert begins, and which are active, from slots_of(e), and their items; by one block, ends with
+/// a barrier. Warps take chunks of 32 experts; a chunk begins after the sum of those before it.
 template <class SlotsOf>
-__device__ void offset_experts(const RouteArgs& args, SlotsOf&& slots_of) {
+__device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, SlotsOf&& slots_of) {
   __shared__ int chunk_slots[kMostExperts / 32], chunk_active[kMostExperts / 32];
   std::int32_t* offsets = shared_words;
   const int experts = args.experts, chunks = (experts + 31) / 32;
@@ -166,11 +182,21 @@ __device__ void offset_experts(const RouteArgs& args, SlotsOf&& slots_of) {
       if (e >= total_active) args.out.active_experts[e] = -1;
     }
   }
-  if (warp() == 0) {
-    args.out.expert_offsets[experts] = sum_chunks(chunk_slots, chunks);
+  const int end = sum_chunks(chunk_slots, chunks);
+  if (threadIdx.x == 0) {
+    args.out.expert_offsets[experts] = end;
     *args.out.active_count = total_active;
   }
   __syncthreads();
+  if (items.items != nullptr) cut_items(items, [&](int e) { return e < experts ? offsets[e] : end; });
+}
+
+/// By one block, which has all ids.
+__device__ void sort_slots(const RouteArgs& args, const ItemArgs& items, const std::int32_t* ids, int slots) {
+  SlotSort sort(args, ids, 0, slots);
+  sort.count();
+  offset_experts(args, items, [&](int e) { return sort.add_up(e); });
+  sort.place(shared_words);
 }
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -189,18 +215,33 @@ __global__ void __launch_bounds__(kChooseThreads, 1) choose_experts(const RouteA
 }
 
 /// One cluster. Ids are kept in the shared memory of its first block, which sorts.
-__global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args, const ItemArgs items) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   std::int32_t* ids = shared_words + route_words(warps(), args.experts);
   const int tokens = tokens_of(args), first = static_cast<int>(blockIdx.x) * warps() + warp();
   if (gridDim.x > 1) cluster_barrier();  // the first block must run before others write to it
   route_tokens(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
                static_cast<std::int32_t*>(__cluster_map_shared_rank(ids, 0)));
   gridDim.x > 1 ? cluster_barrier() : __syncthreads();
-  if (blockIdx.x != 0) return;
-  SlotSort sort(args, ids, 0, tokens * args.top_k);
-  sort.count();
-  offset_experts(args, [&](int e) { return sort.add_up(e); });
-  sort.place(shared_words);
+  if (blockIdx.x == 0) sort_slots(args, items, ids, tokens * args.top_k);
+}
+
+/// One block, of ids that are given or that were chosen before.
+__global__ void __launch_bounds__(kSortThreads) sort_few(const RouteArgs args, const ItemArgs items) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  std::int32_t* ids = shared_words + sort_words(warps(), args.experts);
+  const int slots = tokens_of(args) * args.top_k;
+  const bool given = args.logits == nullptr;
+  for (int slot = static_cast<int>(threadIdx.x); slot < slots; slot += static_cast<int>(blockDim.x)) {
+    ids[slot] = (given ? args.given_ids : args.out.topk_ids)[slot];
+    if (!given) continue;
+    args.out.topk_ids[slot] = ids[slot];
+    args.out.topk_weights[slot] = args.given_weights[slot];
+  }
+  __syncthreads();
+  sort_slots(args, items, ids, slots);
 }
 
 /// Slots of block b: those of its tokens.
@@ -211,6 +252,8 @@ __device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int blo
 }
 
 __global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x), begin = block * kBlockTokens;
   route_tokens(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
   __syncthreads();
@@ -222,8 +265,11 @@ __global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs a
 
 /// block_counts [blocks, E] become the position of the first slot of a block and expert, less the expert's
 /// own.
-__global__ void __launch_bounds__(1024) add_up_blocks(const RouteArgs args, int blocks) {
-  offset_experts(args, [&](int e) {
+__global__ void __launch_bounds__(kSortThreads)
+    add_up_blocks(const RouteArgs args, const ItemArgs items, int blocks) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  offset_experts(args, items, [&](int e) {
     int sum = 0;
 #pragma unroll 8
     for (int block = 0; block < blocks; ++block) {
@@ -236,6 +282,8 @@ __global__ void __launch_bounds__(1024) add_up_blocks(const RouteArgs args, int 
 }
 
 __global__ void __launch_bounds__(kThreads) place_slots(const RouteArgs args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x);
   SlotSort sort = sort_of_block(args, block);
   sort.count();
@@ -248,29 +296,26 @@ __global__ void __launch_bounds__(kThreads) place_slots(const RouteArgs args) {
 }
 
 struct Grid {
-  int blocks, threads, cluster;
+  int blocks, threads, cluster = 1;
 };
 
 /// A kernel with so many words of shared memory.
 template <class... Params>
-cudaError_t launch(void (*kernel)(Params...), Grid grid, int words, cudaStream_t stream, Params... params) {
+cudaError_t launch(void (*kernel)(Params...), Grid grid, int words, cudaStream_t stream,
+                   std::type_identity_t<Params>... params) {
   const std::size_t bytes = static_cast<std::size_t>(words) * sizeof(std::int32_t);
   if (bytes > 48 * 1024) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = grid.cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params...);
+  return launch_dependent(kernel,
+                          {.blocks = static_cast<unsigned>(grid.blocks),
+                           .threads = static_cast<unsigned>(grid.threads),
+                           .stream = stream,
+                           .shared_bytes = bytes,
+                           .cluster = static_cast<unsigned>(grid.cluster)},
+                          params...);
 }
 
 /// One warp: expert blockIdx.x * 8 + warp, tokens blockIdx.y * kTokens and on.
@@ -314,18 +359,27 @@ std::size_t route_scratch_words(int tokens, int experts) {
              : static_cast<std::size_t>((tokens + kBlockTokens - 1) / kBlockTokens) * experts;
 }
 
-cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream) {
-  if (args.tokens <= kClusterTokens) {
+cudaError_t launch_route(const RouteArgs& args, const ItemArgs& items, cudaStream_t stream) {
+  const int slots = args.tokens * args.top_k;
+  if (args.tokens <= kClusterTokens && args.logits != nullptr) {
     const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
     const int threads = 32 * std::clamp(args.tokens / blocks, 8, kThreads / 32);
-    const int words = route_words(threads / 32, args.experts) + args.tokens * args.top_k;
-    return launch(route_and_sort, {blocks, threads, blocks}, words, stream, args);
+    const int words = route_words(threads / 32, args.experts) + slots;
+    return launch(route_and_sort, {blocks, threads, blocks}, words, stream, args, items);
+  }
+  cudaError_t error = cudaSuccess;
+  if (slots <= kBlockSlots) {
+    if (args.logits != nullptr) error = launch_choose(args, stream);
+    const int threads = std::clamp((slots + 31) / 32 * 32, 256, kSortThreads);
+    const int words = sort_words(threads / 32, args.experts) + slots;
+    return error != cudaSuccess ? error : launch(sort_few, {1, threads}, words, stream, args, items);
   }
   const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
   const int words = route_words(kThreads / 32, args.experts);
-  cudaError_t error = launch(route_and_count, {blocks, kThreads, 1}, words, stream, args);
-  if (error == cudaSuccess) error = launch(add_up_blocks, {1, 1024, 1}, args.experts, stream, args, blocks);
-  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads, 1}, words, stream, args);
+  error = launch(route_and_count, {blocks, kThreads}, words, stream, args);
+  if (error == cudaSuccess)
+    error = launch(add_up_blocks, {1, kSortThreads}, args.experts, stream, args, items, blocks);
+  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads}, words, stream, args);
   return error;
 }
 

@@ -7,6 +7,7 @@
 
 #include "cuda/device.h"
 #include "cuda/limits.h"
+#include "cuda/slots.h"
 #include "gatefold/moe_spec.h"
 
 namespace gatefold::cuda {
@@ -44,9 +45,9 @@ struct RouteArgs {
 std::size_t route_scratch_words(int tokens, int experts);
 
 /// Scores, selection, ids and weights have the bits of route_token (src/moe/routing.cpp), for every logit,
-/// NaN and Inf included. One launch for up to 128 tokens, else three; no host
-/// synchronization. Errors: more than
-/// kMostExperts or kMostTopK, top_k > experts, a bad range, and what CUDA says of the launch.
+/// NaN and Inf included. One launch for up to 128 tokens and for up to 8192 slots of given ids, two for so
+/// many slots of logits, else three; no host synchronization. Errors: more than kMostExperts or kMostTopK,
+/// top_k > experts, a bad range, and what CUDA says of the launch.
 Status route(const RouteArgs& args, Stream stream);
 
 /// logits [T, E] = hidden [T, H] . router [E, H]^T + bias, in f32 in an order that depends on H alone. The
@@ -61,8 +62,8 @@ struct RouterArgs {
 };
 Status router_logits(const RouterArgs& args, Stream stream);
 
-/// The launches behind them.
-cudaError_t launch_route(const RouteArgs& args, cudaStream_t stream);
+/// The launches behind them; `items`: what the offsets of the experts are cut into.
+cudaError_t launch_route(const RouteArgs& args, const ItemArgs& items, cudaStream_t stream);
 /// Only out.topk_ids and out.topk_weights: nothing is sorted, and the next kernel may start early.
 cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream);
 cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream);

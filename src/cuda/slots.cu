@@ -1,63 +1,18 @@
 #include <cuda_bf16.h>
 
+#include "cuda/items.cuh"
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
-#include "cuda/slots.h"
 
 namespace gatefold::cuda {
 namespace {
 
-/// Sums over the threads before this one.
-template <int kThreads>
-__device__ int exclusive_sum(int value, int* total) {
-  __shared__ int warps[kThreads / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += before;
-  }
-  if (lane == 31) warps[warp] = sum;
-  __syncthreads();
-  int before = 0, all = 0;
-  for (int w = 0; w < kThreads / 32; ++w) {
-    before += w < warp ? warps[w] : 0;
-    all += warps[w];
-  }
-  __syncthreads();
-  *total = all;
-  return before + sum - value;
-}
-
-constexpr int kItemThreads = 256;
+constexpr int kItemThreads = 512;
 
 __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const bool all_of_them = args.active_experts == nullptr;
-  const int active = all_of_them ? args.experts : *args.active_count;
-  int count = 0, rows = 0;
-  for (int begin = 0; begin < active; begin += kItemThreads) {
-    const int i = begin + threadIdx.x;
-    const int expert = i >= active ? 0 : all_of_them ? i : args.active_experts[i];
-    const int first = max(args.expert_offsets[expert], 0),
-              last = max(min(args.expert_offsets[expert + 1], args.rows), first);
-    const int tokens = i < active ? last - first : 0, items = (tokens + args.tokens - 1) / args.tokens;
-    const int steps = (tokens + args.step - 1) / args.step;
-    int all_items = 0, all_rows = 0;
-    const int at = count + exclusive_sum<kItemThreads>(items, &all_items);
-    const int row = rows + exclusive_sum<kItemThreads>((tokens + 7) / 8 * 8, &all_rows);
-    if (args.expert_rows != nullptr && i < active) args.expert_rows[expert] = row - first;
-    for (int item = 0, begin_at = 0; item < items && at + item < args.most_items; ++item) {
-      const int end_at = min(tokens, steps * (item + 1) / items * args.step);
-      args.items[at + item] = {static_cast<std::int16_t>(expert),
-                               static_cast<std::int16_t>(end_at - begin_at), first + begin_at};
-      begin_at = end_at;
-    }
-    count += all_items;
-    rows += all_rows;
-  }
-  if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
+  cut_items(args, [&](int expert) { return args.expert_offsets[expert]; });
 }
 
 constexpr int kCombineThreads = 128;

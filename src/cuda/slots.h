@@ -9,16 +9,15 @@
 
 namespace gatefold::cuda {
 
-/// Cuts the tokens of every expert in use into as few items of at most `tokens` as will do, which are
-/// multiples of `step`, but for the rest, and differ by no more than that; experts in ascending order.
+/// Cuts the tokens of every expert into as few items of at most `tokens` as will do, which are multiples of
+/// `step`, but for the rest, and differ by no more than that; experts with most tokens first.
 struct ItemArgs {
-  const std::int32_t* active_experts = nullptr;  ///< nullptr: all of them, 0 .. experts - 1
-  const std::int32_t* active_count = nullptr;
   std::int32_t experts = 0;
-  const std::int32_t* expert_offsets = nullptr;  ///< [experts + 1]; what is outside of [0, rows] is cut off
+  /// [experts + 1]; what is outside of [0, rows] is cut off. Routing (routing.h) knows them.
+  const std::int32_t* expert_offsets = nullptr;
   std::int32_t rows = 0;
   std::int32_t most_items = 0;  ///< that there is room for
-  Item* items = nullptr;
+  Item* items = nullptr;        ///< of routing, nullptr: none are cut
   std::int32_t* item_count = nullptr;
   std::int32_t* expert_rows = nullptr;                    ///< GemmArgs::expert_rows; or nullptr
   std::int32_t tokens = kTileTokens, step = kTileTokens;  ///< tokens: a multiple of step; step: of 8

@@ -382,6 +382,19 @@ TEST_F(GpuLinear, BatchInvariant) {
   }
 }
 
+// More matrices than are sorted by their rows.
+TEST_F(GpuLinear, ManyMatrices) {
+  const std::int64_t count = 1100, n = 32, k = 128, rows = 200;
+  const Matrices matrices(SchemeId::int4_g128, static_cast<std::size_t>(count), n, k);
+  std::vector<std::int32_t> offsets;
+  for (std::int64_t g = 0; g <= count; ++g)
+    offsets.push_back(static_cast<std::int32_t>(g < 1000 ? g / 10 : 100 + g - 1000));
+  const Rows x(DType::bf16, rows, k);
+  for (const bool batch_invariant : {false, true})
+    expect_near(run(matrices.pack(), {.max_rows = 200, .batch_invariant = batch_invariant}, x, offsets),
+                oracle(x, offsets, matrices), tolerance(k));
+}
+
 // A captured call, replayed with other rows and offsets in the same memory.
 TEST_F(GpuLinear, GraphReplay) {
   const std::int64_t n = 128, k = 256;
