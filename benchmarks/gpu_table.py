@@ -13,17 +13,17 @@ import subprocess
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128]
 MANY_TOKENS = [64, 128, 512, 4096, 16384]
 # The arguments of gatefold bench for a layer, its experts and experts per token, and the schemes.
-COMMON = ["int4_g128", "int4_g128_afp8", "mxfp4", "nvfp4", "fp8_block", "fp8_block_afp8"]
+COMMON = ["int4_g128", "int4_g128_afp8", "mxfp4", "mxfp4_afp8", "nvfp4", "fp8_block", "fp8_block_afp8"]
 LAYERS = {
     "qwen3-30b-a3b": (128, 8, COMMON),
-    "gpt-oss-120b": (128, 4, ["mxfp4", "int4_g32", "fp8_channel", "fp8_channel_afp8"]),
+    "gpt-oss-120b": (128, 4, ["mxfp4", "mxfp4_afp8", "int4_g32", "fp8_channel", "fp8_channel_afp8"]),
     "deepseek-v3": (32, 8, COMMON),
     "mixtral-8x7b": (8, 2, COMMON),
     "deepseek-v4-pro": (48, 6, COMMON),
     "2048,512,256,8": (256, 8, ["fp8_block_afp8"]),
 }
 QUICK = {"qwen3-30b-a3b": ["int4_g128"], "deepseek-v3": ["int4_g128", "fp8_block_afp8"]}
-MANY = ["int4_g128", "int4_g128_afp8", "fp8_block", "fp8_channel_afp8", "int8_aint8"]
+MANY = ["int4_g128", "int4_g128_afp8", "mxfp4_afp8", "fp8_block", "fp8_channel_afp8", "int8_aint8"]
 
 # us of the best other kernel of a class, measured on an H200 on 2026-11-21 (docs/performance.md says which).
 RIVAL_TOKENS = [1, 8, 32, 128, 512, 4096]

@@ -22,7 +22,7 @@ constexpr int byte_power(const PackedFormat& p, Format m) {
 }
 
 /// What e2m1's magnitudes by a folded scale are as e4m3: a byte each, 0 to 3 in `low`, 4 to 7 in `high`.
-struct ByteTable {
+struct alignas(8) ByteTable {
   std::uint32_t low, high;
 };
 /// Tables of the largest folded scales of a row: of table kByteTables - 1, the largest, 6 is 384. From 2^-14

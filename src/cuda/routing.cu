@@ -251,8 +251,8 @@ __device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int blo
           min(tokens, (block + 1) * kBlockTokens) * args.top_k};
 }
 
+/// The next kernel of these three does not start early: its blocks would take room from those that route.
 __global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs args) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x), begin = block * kBlockTokens;
   route_tokens(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
@@ -267,7 +267,6 @@ __global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs a
 /// own.
 __global__ void __launch_bounds__(kSortThreads)
     add_up_blocks(const RouteArgs args, const ItemArgs items, int blocks) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
   offset_experts(args, items, [&](int e) {
     int sum = 0;
@@ -282,7 +281,6 @@ __global__ void __launch_bounds__(kSortThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) place_slots(const RouteArgs args) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x);
   SlotSort sort = sort_of_block(args, block);
