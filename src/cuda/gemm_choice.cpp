@@ -37,7 +37,7 @@ constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, fro
 constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
 constexpr double kOverlap = 5.5;      ///< reading and multiplying overlap: a norm of this power
 constexpr double kStart = 29000;      ///< of a multiply
-constexpr double kItems = 17900;      ///< of a kernel that cuts tokens into items
+constexpr double kItems = 17900;      ///< of sorting slots and cutting tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
 struct Load {
