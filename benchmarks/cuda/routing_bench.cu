@@ -59,10 +59,8 @@ int run() {
                                          .topk_weights = slots->as<float>() + most_tokens * most_k,
                                          .expert_offsets = buffer(2),
                                          .slot_position = buffer(3),
-                                         .sorted_slots = buffer(4),
-                                         .active_experts = buffer(5),
-                                         .active_count = buffer(6)},
-                                 .block_counts = buffer(7)};
+                                         .sorted_slots = buffer(4)},
+                                 .block_counts = buffer(5)};
       std::printf("%8.2f", graph_us(20, [&](int, cudaStream_t stream) {
                     const Status status = cuda::route(args, stream);
                     if (!status.ok()) std::printf("%s\n", status.message().c_str());

@@ -64,8 +64,9 @@ constexpr InputKind input_kind(const Operand& a) {
 
 /// The same where codes are multiplied as such, and otherwise input_kind.
 constexpr InputKind byte_kind(const Operand& a) {
+  if (are_e4m3_rows(a)) return InputKind::e4m3;
   if (!a.quantized() || a.scale != formats::f32) return input_kind(a);
-  if (a.value == formats::e4m3) return has_record_scales(a) ? InputKind::e4m3_record_scales : InputKind::e4m3;
+  if (a.value == formats::e4m3) return InputKind::e4m3_record_scales;
   return a.value == formats::int8 && a.group.k == 0 ? InputKind::int8 : input_kind(a);
 }
 

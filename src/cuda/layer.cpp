@@ -36,8 +36,7 @@ struct FfnBuffers {
 };
 
 struct LayerBuffers {
-  Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, active_experts, active_count,
-      route_scratch;
+  Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, route_scratch;
   Buffer<float> topk_weights, logits;
   Buffer<Item> items;
   std::int32_t most_items = 0;
@@ -56,8 +55,6 @@ struct LayerBuffers {
     expert_offsets = {layout.add<std::int32_t>("expert_offsets", experts + 1)};
     slot_position = {layout.add<std::int32_t>("slot_position", slots)};
     sorted_slots = {layout.add<std::int32_t>("sorted_slots", slots)};
-    active_experts = {layout.add<std::int32_t>("active_experts", experts)};
-    active_count = {layout.add<std::int32_t>("active_count", 1)};
     route_scratch = {
         layout.add<std::int32_t>("route_scratch", route_scratch_words(options.max_tokens, spec.experts))};
     logits = {layout.add<float>("router_logits", tokens * experts)};
@@ -204,9 +201,7 @@ class LayerRun {
                                  .topk_weights = b_.topk_weights.at(base_),
                                  .expert_offsets = b_.expert_offsets.at(base_),
                                  .slot_position = b_.slot_position.at(base_),
-                                 .sorted_slots = b_.sorted_slots.at(base_),
-                                 .active_experts = b_.active_experts.at(base_),
-                                 .active_count = b_.active_count.at(base_)},
+                                 .sorted_slots = b_.sorted_slots.at(base_)},
                          .block_counts = b_.route_scratch.at(base_)};
     launched(few() ? launch_choose(args, stream_) : launch_route(args, items_of(kernel), stream_),
              "route tokens");

@@ -104,11 +104,14 @@ constexpr bool may_be_wide(const Operand& w) {
   return w.group.k != 0 && w.group.n == 1 && w.scale.bits == 16;
 }
 
+/// Whether codes of activations are e4m3 with f32 scales of rows, which can be multiplied as such.
+constexpr bool are_e4m3_rows(const Operand& a) {
+  return a.value == formats::e4m3 && a.scale == formats::f32 && a.group.k == 0;
+}
 /// Whether e2m1's codes and folded scales are multiplied in e4m3, by codes of activations.
 constexpr bool folds_to_bytes(const Scheme& s) {
-  return s.weight.value == formats::e2m1 && s.weight.scale == formats::ue8m0 && folds(s.weight) &&
-         s.activation.value == formats::e4m3 && s.activation.scale == formats::f32 &&
-         s.activation.group.k == 0;
+  return folds(s.weight) && s.weight.value == formats::e2m1 && s.weight.scale == formats::ue8m0 &&
+         are_e4m3_rows(s.activation);
 }
 
 /// `wide`: the checkpoint does.

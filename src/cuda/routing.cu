@@ -145,11 +145,11 @@ class SlotSort {
   int begin_, end_, per_warp_, used_;
 };
 
-/// Where each expert begins, and which are active, from slots_of(e), and their items; by one block, ends with
-/// a barrier. Warps take chunks of 32 experts; a chunk begins after the sum of those before it.
+/// Where each expert begins, from slots_of(e), and their items; by one block, ends with a barrier. Warps take
+/// chunks of 32 experts; a chunk begins after the sum of those before it.
 template <class SlotsOf>
 __device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, SlotsOf&& slots_of) {
-  __shared__ int chunk_slots[kMostExperts / 32], chunk_active[kMostExperts / 32];
+  __shared__ int chunk_slots[kMostExperts / 32];
   std::int32_t* offsets = shared_words;
   const int experts = args.experts, chunks = (experts + 31) / 32;
   for (int chunk = warp(); chunk < chunks; chunk += warps()) {
@@ -157,14 +157,12 @@ __device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, Slo
     const int count = e < experts ? slots_of(e) : 0;
     if (e < experts) offsets[e] = count;
     const int sum = __reduce_add_sync(kAllLanes, count);
-    const int active = __popc(__ballot_sync(kAllLanes, count > 0));
-    if (lane() == 0) chunk_slots[chunk] = sum, chunk_active[chunk] = active;
+    if (lane() == 0) chunk_slots[chunk] = sum;
   }
   __syncthreads();
-  const auto sum_chunks = [&](const int* values, int end) {
-    return __reduce_add_sync(kAllLanes, lane() < end ? values[lane()] : 0);
+  const auto sum_chunks = [&](int end) {
+    return __reduce_add_sync(kAllLanes, lane() < end ? chunk_slots[lane()] : 0);
   };
-  const int total_active = sum_chunks(chunk_active, chunks);
   for (int chunk = warp(); chunk < chunks; chunk += warps()) {
     const int e = chunk * 32 + lane();
     const int count = e < experts ? offsets[e] : 0;
@@ -173,20 +171,11 @@ __device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, Slo
       const int below = __shfl_up_sync(kAllLanes, sum, distance);
       if (lane() >= distance) sum += below;
     }
-    const unsigned active = __ballot_sync(kAllLanes, count > 0);
-    const int offset = sum_chunks(chunk_slots, chunk) + sum - count;
-    const int rank = sum_chunks(chunk_active, chunk) + __popc(active & ((1u << lane()) - 1));
-    if (e < experts) {
-      offsets[e] = args.out.expert_offsets[e] = offset;
-      if (count > 0) args.out.active_experts[rank] = e;
-      if (e >= total_active) args.out.active_experts[e] = -1;
-    }
+    const int offset = sum_chunks(chunk) + sum - count;
+    if (e < experts) offsets[e] = args.out.expert_offsets[e] = offset;
   }
-  const int end = sum_chunks(chunk_slots, chunks);
-  if (threadIdx.x == 0) {
-    args.out.expert_offsets[experts] = end;
-    *args.out.active_count = total_active;
-  }
+  const int end = sum_chunks(chunks);
+  if (threadIdx.x == 0) args.out.expert_offsets[experts] = end;
   __syncthreads();
   if (items.items != nullptr) cut_items(items, [&](int e) { return e < experts ? offsets[e] : end; });
 }

@@ -19,8 +19,6 @@ struct RoutedSlots {
   std::int32_t* expert_offsets;  ///< [E + 1] first position of an expert; last: the number of positions
   std::int32_t* slot_position;   ///< [S] slot -> position; -1 for experts outside the range
   std::int32_t* sorted_slots;    ///< [S] position -> slot; written up to the number of positions
-  std::int32_t* active_experts;  ///< [E] experts with positions, ascending, then -1
-  std::int32_t* active_count;    ///< [1]
 };
 
 /// Give `logits`, or `given_ids` and `given_weights`. Everything is device memory; nothing outlives the work

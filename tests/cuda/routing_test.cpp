@@ -18,15 +18,13 @@ using Ints = std::vector<std::int32_t>;
 struct Slots {
   Ints ids;
   std::vector<float> weights;
-  Ints offsets, positions, sorted, active;
+  Ints offsets, positions, sorted;
 };
 
 /// Sorts the slots of ids as the CPU does (LayerThread::sort_slots); those outside the range get no position.
 void sort(int experts, int first, int end, Slots& slots) {
   slots.offsets.assign(static_cast<std::size_t>(experts) + 1, 0);
   slots.positions.assign(slots.ids.size(), -1);
-  slots.active.assign(static_cast<std::size_t>(experts), -1);
-  int active = 0;
   for (int e = 0; e < experts; ++e) {
     slots.offsets[e] = static_cast<std::int32_t>(slots.sorted.size());
     for (std::size_t s = 0; s < slots.ids.size(); ++s)
@@ -34,7 +32,6 @@ void sort(int experts, int first, int end, Slots& slots) {
         slots.positions[s] = static_cast<std::int32_t>(slots.sorted.size());
         slots.sorted.push_back(static_cast<std::int32_t>(s));
       }
-    if (slots.offsets[e] < static_cast<std::int32_t>(slots.sorted.size())) slots.active[active++] = e;
   }
   slots.offsets[experts] = static_cast<std::int32_t>(slots.sorted.size());
 }
@@ -72,8 +69,7 @@ void same_as_on_the_cpu(const Case& test) {
   const int most_tokens = std::max(test.tokens, test.most_tokens);
   const DeviceVector<std::int32_t> scratch(cuda::route_scratch_words(most_tokens, test.experts));
   for (int run = 0; run < 2; ++run) {
-    const DeviceVector<std::int32_t> ids(count), offsets(experts + 1), position(count), sorted(count),
-        active(experts), active_count(1);
+    const DeviceVector<std::int32_t> ids(count), offsets(experts + 1), position(count), sorted(count);
     const DeviceVector<float> weights(count);
     const cuda::RouteArgs args{.tokens = most_tokens,
                                .experts = test.experts,
@@ -90,9 +86,7 @@ void same_as_on_the_cpu(const Case& test) {
                                        .topk_weights = weights.data(),
                                        .expert_offsets = offsets.data(),
                                        .slot_position = position.data(),
-                                       .sorted_slots = sorted.data(),
-                                       .active_experts = active.data(),
-                                       .active_count = active_count.data()},
+                                       .sorted_slots = sorted.data()},
                                .block_counts = scratch.data()};
     const Status status = cuda::route(args, nullptr);
     ASSERT_TRUE(status.ok()) << status.message();
@@ -106,9 +100,6 @@ void same_as_on_the_cpu(const Case& test) {
     Ints all_sorted = expected.sorted;
     all_sorted.resize(count, -1);  // the poison
     ASSERT_EQ(sorted.host(), all_sorted);
-    ASSERT_EQ(active.host(), expected.active);
-    ASSERT_EQ(active_count.host()[0],
-              std::count_if(expected.active.begin(), expected.active.end(), [](int e) { return e >= 0; }));
     if (most_tokens == 0) continue;
     // Without sorting.
     const DeviceVector<std::int32_t> ids_alone(count);
