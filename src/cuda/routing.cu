@@ -65,24 +65,53 @@ __device__ void route_tokens(const RouteArgs& args, int first, int end, int step
   }
 }
 
+/// The lanes that have the same number of so many bits. (Votes: `match.any` takes hundreds of clocks of the
+/// whole multiprocessor.)
+__device__ __forceinline__ unsigned lanes_alike(int number, int bits) {
+  unsigned alike = kAllLanes;
+  for (int bit = 0; bit < bits; ++bit) {
+    const bool own = (number >> bit & 1) != 0;
+    const unsigned set = __ballot_sync(kAllLanes, own);
+    alike &= own ? set : ~set;
+  }
+  return alike;
+}
+
 /// Part of a stable counting sort of slots by expert, by one block: slots [begin, end). Each warp has a run
-/// of them; within 32 slots, lanes of one expert find each other by a vote.
+/// of them; within 32 slots, lanes of one expert find each other by votes.
 class SlotSort {
  public:
-  __device__ SlotSort(const RouteArgs& args, const std::int32_t* ids, int begin, int end)
-      : args_(args), ids_(ids), begin_(begin), end_(end) {
+  /// `ranks` [end - begin], shared memory: may be where ids from `begin` on are.
+  __device__ SlotSort(const RouteArgs& args, const std::int32_t* ids, int begin, int end, std::int32_t* ranks)
+      : args_(args), ids_(ids), ranks_(ranks - begin) {
     const int groups = (end - begin + 31) / 32;  // of 32 slots
     const int each = groups <= warps() ? 1 : (groups + warps() - 1) / warps();
-    per_warp_ = 32 * each;
     used_ = each == 1 ? groups : (groups + each - 1) / each;
+    begin_ = begin + warp() * 32 * each;
+    end_ = min(end, begin_ + 32 * each);
   }
 
-  /// Counts become the number of slots by warp and expert. Ends with a barrier.
+  /// Counts become the number of slots by warp and expert, and each slot learns how many of its expert come
+  /// before it in its warp. Ends with a barrier.
   __device__ void count() {
     for (int i = static_cast<int>(threadIdx.x); i < used_ * args_.experts; i += static_cast<int>(blockDim.x))
       counts()[i] = 0;
     __syncthreads();
-    for_each_slot([](int, int, int) {});
+    const int bits = 32 - __clz(args_.experts);
+    const auto load = [&](int slot) { return slot < end_ ? ids_[slot] : -1; };
+    std::int32_t* const mine = counts() + warp() * args_.experts;
+    int id = load(begin_ + lane());
+    for (int slot = begin_ + lane(); slot - lane() < end_; slot += 32) {
+      const int next = load(slot + 32);
+      const bool there = id >= args_.first_expert && id < args_.end_expert;
+      const unsigned alike = lanes_alike(there ? id : args_.experts, bits);
+      const int before = __popc(alike & ((1u << lane()) - 1)), rank = there ? mine[id] + before : 0;
+      __syncwarp();
+      if (there && before == 0) mine[id] += __popc(alike);
+      if (slot < end_) ranks_[slot] = there ? rank * kMostExperts + id : -1;
+      __syncwarp();
+      id = next;
+    }
     __syncthreads();
   }
 
@@ -106,12 +135,13 @@ class SlotSort {
 
   /// The positions of all slots; offsets [E] is where the first of each expert goes. After a barrier.
   __device__ void place(const std::int32_t* offsets) {
-    const std::int32_t* before_warp = counts() + warp() * args_.experts;
-    for_each_slot([&](int slot, int expert, int before) {
-      const int position = expert >= 0 ? offsets[expert] + before_warp[expert] + before : -1;
+    const std::int32_t* const before_warp = counts() + warp() * args_.experts;
+    for (int slot = begin_ + lane(); slot < end_; slot += 32) {
+      const int rank = ranks_[slot], expert = rank % kMostExperts;
+      const int position = rank >= 0 ? offsets[expert] + before_warp[expert] + rank / kMostExperts : -1;
       args_.out.slot_position[slot] = position;
       if (position >= 0) args_.out.sorted_slots[position] = slot;
-    });
+    }
   }
 
  private:
@@ -119,30 +149,11 @@ class SlotSort {
     return shared_words + args_.experts;
   }
 
-  /// Calls visit(slot, expert or -1, slots of the same expert before it among the 32), then counts them.
-  template <class Visit>
-  __device__ void for_each_slot(Visit&& visit) {
-    const int begin = begin_ + warp() * per_warp_, end = min(end_, begin + per_warp_);
-    const auto load = [&](int slot) { return slot < end ? ids_[slot] : -1; };
-    std::int32_t* mine = counts() + warp() * args_.experts;
-    int id = load(begin + lane());
-    for (int first = begin; first < end; first += 32) {
-      const int slot = first + lane();
-      const int next = load(slot + 32);
-      const int expert = id >= args_.first_expert && id < args_.end_expert ? id : -1;
-      const unsigned alike = __match_any_sync(kAllLanes, expert);
-      const int before = __popc(alike & ((1u << lane()) - 1));
-      if (slot < end) visit(slot, expert, before);
-      __syncwarp();
-      if (expert >= 0 && before == 0) mine[expert] += __popc(alike);
-      __syncwarp();
-      id = next;
-    }
-  }
-
   const RouteArgs& args_;
   const std::int32_t* ids_;  // [slots]
-  int begin_, end_, per_warp_, used_;
+  std::int32_t*
+      ranks_;  // of slot 0: a slot's place in its warp's run times kMostExperts, and its expert; or -1
+  int begin_, end_, used_;  // of this warp's run; warps that have one
 };
 
 /// Where each expert begins, from slots_of(e), and their items; by one block, ends with a barrier. Warps take
@@ -181,8 +192,8 @@ __device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, Slo
 }
 
 /// By one block, which has all ids.
-__device__ void sort_slots(const RouteArgs& args, const ItemArgs& items, const std::int32_t* ids, int slots) {
-  SlotSort sort(args, ids, 0, slots);
+__device__ void sort_slots(const RouteArgs& args, const ItemArgs& items, std::int32_t* ids, int slots) {
+  SlotSort sort(args, ids, 0, slots, ids);
   sort.count();
   offset_experts(args, items, [&](int e) { return sort.add_up(e); });
   sort.place(shared_words);
@@ -223,11 +234,26 @@ __global__ void __launch_bounds__(kSortThreads) sort_few(const RouteArgs args, c
   std::int32_t* ids = shared_words + sort_words(warps(), args.experts);
   const int slots = tokens_of(args) * args.top_k;
   const bool given = args.logits == nullptr;
-  for (int slot = static_cast<int>(threadIdx.x); slot < slots; slot += static_cast<int>(blockDim.x)) {
-    ids[slot] = (given ? args.given_ids : args.out.topk_ids)[slot];
-    if (!given) continue;
-    args.out.topk_ids[slot] = ids[slot];
-    args.out.topk_weights[slot] = args.given_weights[slot];
+  constexpr int ahead = kBlockSlots / kSortThreads;  // that are read before any is written
+  for (int first = static_cast<int>(threadIdx.x); first < slots;
+       first += ahead * static_cast<int>(blockDim.x)) {
+    std::int32_t id[ahead];
+    float weight[ahead];
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      const int slot = min(first + i * static_cast<int>(blockDim.x), slots - 1);
+      id[i] = (given ? args.given_ids : args.out.topk_ids)[slot];
+      weight[i] = given ? args.given_weights[slot] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      const int slot = first + i * static_cast<int>(blockDim.x);
+      if (slot >= slots) break;
+      ids[slot] = id[i];
+      if (!given) continue;
+      args.out.topk_ids[slot] = id[i];
+      args.out.topk_weights[slot] = weight[i];
+    }
   }
   __syncthreads();
   sort_slots(args, items, ids, slots);
@@ -237,7 +263,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_few(const RouteArgs args, c
 __device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int block) {
   const int tokens = tokens_of(args);
   return {args, args.out.topk_ids, min(tokens, block * kBlockTokens) * args.top_k,
-          min(tokens, (block + 1) * kBlockTokens) * args.top_k};
+          min(tokens, (block + 1) * kBlockTokens) * args.top_k,
+          shared_words + route_words(warps(), args.experts)};
 }
 
 /// The next kernel of these three does not start early: its blocks would take room from those that route.
@@ -362,7 +389,7 @@ cudaError_t launch_route(const RouteArgs& args, const ItemArgs& items, cudaStrea
     return error != cudaSuccess ? error : launch(sort_few, {1, threads}, words, stream, args, items);
   }
   const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
-  const int words = route_words(kThreads / 32, args.experts);
+  const int words = route_words(kThreads / 32, args.experts) + kBlockTokens * args.top_k;
   error = launch(route_and_count, {blocks, kThreads}, words, stream, args);
   if (error == cudaSuccess)
     error = launch(add_up_blocks, {1, kSortThreads}, args.experts, stream, args, items, blocks);
