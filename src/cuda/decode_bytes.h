@@ -25,22 +25,18 @@ constexpr int byte_power(const PackedFormat& p, Format m) {
 struct alignas(8) ByteTable {
   std::uint32_t low, high;
 };
-/// Tables of the largest folded scales of a row: of table kByteTables - 1, the largest, 6 is 384. From 2^-14
-/// of it on products are exact; smaller ones are rounded to multiples of 2^-9, 2^-18 of that 384, which is
-/// less than what multiplies keep of a sum. From 2^-19 on they are 0.
-inline constexpr int kByteTables = 20;
-GATEFOLD_HD constexpr ByteTable byte_table(int index) {
+/// Of a folded scale as packed (packed.h), of which a row's largest is 254: there, 6 is 384. From 2^-14 of it
+/// on products are exact; smaller ones are rounded to multiples of 2^-9, 2^-18 of that 384, which is less
+/// than what multiplies keep of a sum. From 2^-19 on they are 0.
+inline constexpr int kByteTables = 256;
+GATEFOLD_HD constexpr ByteTable byte_table(int scale) {
   ByteTable table = {0, 0};
+  if (scale < 254 - 18) return table;
   for (std::uint32_t code = 0; code < 8; ++code) {
-    const float product = decode<formats::e2m1>(code) * detail::power_of_two(7 - kByteTables + index);
+    const float product = decode<formats::e2m1>(code) * detail::power_of_two(6 + scale - 254);
     (code < 4 ? table.low : table.high) |= encode<formats::e4m3>(product) << (code % 4 * 8);
   }
   return table;
-}
-/// Of a folded scale as packed (packed.h).
-GATEFOLD_HD constexpr int byte_table_index(std::uint32_t repacked) {
-  constexpr std::uint32_t first = 255 - kByteTables;
-  return static_cast<int>((repacked < first ? first : repacked) - first);
 }
 
 /// |a - b| of each byte.

@@ -67,8 +67,7 @@ struct ByteFragments {
       codes.load(record, block, 0);
       if constexpr (T::P.for_bytes)
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          tables[r] = all_tables[byte_table_index(__byte_perm(scales, 0, 0x4440 + block + r))];
+        for (int r = 0; r < 2; ++r) tables[r] = all_tables[__byte_perm(scales, 0, 0x4440 + block + r)];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -159,12 +158,15 @@ requires(T::bytes && !T::from_memory && !T::parts) __device__ __forceinline__ Ti
   };
   decode(fragments[0], 0);
   int left = args.steps;  // that are not multiplied
+  std::uint32_t stage_columns = all_columns;
   // Step kStep of a stage of weights. Returns whether it was the last one of all.
   const auto multiply_step = [&]<int kStep>() {
-    const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
-    const std::uint32_t columns =
-        add_bytes(all_columns, __shfl_sync(~0u, at.inputs.index * S::input_bytes, 0));
-    wait_barrier(inputs_full, at.inputs.parity);
+    constexpr int kOfInputs = kStep % T::input_steps;
+    if constexpr (kOfInputs == 0) {
+      wait_barrier(barriers.inputs_full + at.inputs.index * 8, at.inputs.parity);
+      stage_columns = add_bytes(all_columns, __shfl_sync(~0u, at.inputs.index * S::input_bytes, 0));
+    }
+    const std::uint32_t columns = add_bytes(stage_columns, kOfInputs * S::scales_at);
     begin_multiplies();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
@@ -178,9 +180,11 @@ requires(T::bytes && !T::from_memory && !T::parts) __device__ __forceinline__ Ti
     }
     decode(fragments[1 - kStep], 1 - kStep);  // after the last step: anything
     wait_for_multiplies<0>();
-    __syncwarp();
-    if (lane == 0) arrive(inputs_full + barriers.empty);
-    at.inputs.advance(S::inputs);
+    if (kOfInputs + 1 == T::input_steps || last) {
+      __syncwarp();
+      if (lane == 0) arrive(barriers.inputs_full + at.inputs.index * 8 + barriers.empty);
+      at.inputs.advance(S::inputs);
+    }
     return last;
   };
   while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {

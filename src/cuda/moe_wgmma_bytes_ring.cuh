@@ -52,6 +52,7 @@ struct ByteTraits {
 
   /// Of a stage of weights: copies of less than 4 KB are slow.
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;
+  static constexpr int input_steps = P.for_bytes && !kMany ? 2 : 1;  ///< of a stage of activations
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   /// Swizzled rows begin at multiples of 1024 bytes.
   static constexpr int extras_at = groups * group_bytes,
@@ -61,7 +62,7 @@ struct ByteTraits {
   /// f32 of a warpgroup, for the end of a tile: of tokens, and of rows.
   static constexpr int scaled_tokens = record_scales ? 0 : tokens,
                        end_scales = scaled_tokens + (P.row_scale ? kWarpgroupRows : 0);
-  static constexpr int all_bytes = P.for_bytes ? 229376 : 230400;  ///< those of tables are in another 1024
+  static constexpr int all_bytes = P.for_bytes ? 228352 : 230400;  ///< and 2048 of tables
   static constexpr int ring_bytes = all_bytes - warps / 4 * end_tokens * kEndBytes,
                        shared_bytes = all_bytes + 1024;
   static constexpr int most_stages = 8;  ///< of a ring
@@ -72,9 +73,9 @@ template <class T>
 requires(T::bytes) struct Stages<T> {
   static constexpr int ends_at = T::ring_bytes;  ///< of results (moe_wgmma_finish.cuh)
   static constexpr int scales_at = T::tokens * kRecordColumns;
-  static constexpr int input_bytes = scales_at + (T::record_scales ? 1024 : 0);
+  static constexpr int input_bytes = T::input_steps * scales_at + (T::record_scales ? 1024 : 0);
   static constexpr int end_scales_at = T::ring_bytes - T::warps / 4 * T::end_scales * 4;
-  static constexpr int most = end_scales_at / (input_bytes + T::weight_bytes / T::steps);
+  static constexpr int most = end_scales_at / (input_bytes + T::weight_bytes * T::input_steps / T::steps);
   static constexpr int inputs = most < T::most_stages ? most : T::most_stages;
   static constexpr int weights_at = inputs * input_bytes;
   static constexpr int rest = (end_scales_at - weights_at) / T::weight_bytes;
@@ -99,14 +100,17 @@ requires(T::bytes) __device__
     if (threadIdx.x % 32 != 0) continue;
     const int rows = (tile.count + 7) / 8 * 8;
     std::int64_t row = tile.row + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;
-    for (int step = 0; step < args.steps; ++step, row += in.tile_rows) {
+    for (int step = 0; step < args.steps; step += T::input_steps) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
       std::byte* to = memory + place.index * S::input_bytes;
       std::uint64_t* full = ring.inputs_full + place.index;
-      expect_bytes(full, rows * (kRecordColumns + (T::record_scales ? 4 : 0)));
-      copy_bulk(to, reinterpret_cast<const std::byte*>(in.rows) + row * kRecordColumns, rows * kRecordColumns,
-                full);
-      if constexpr (T::record_scales) copy_bulk(to + S::scales_at, in.record_scales + row, rows * 4, full);
+      const int steps = min(T::input_steps, args.steps - step);
+      expect_bytes(full, steps * rows * (kRecordColumns + (T::record_scales ? 4 : 0)));
+      for (int i = 0; i < steps; ++i, row += in.tile_rows) {
+        copy_bulk(to + i * S::scales_at, reinterpret_cast<const std::byte*>(in.rows) + row * kRecordColumns,
+                  rows * kRecordColumns, full);
+        if constexpr (T::record_scales) copy_bulk(to + S::scales_at, in.record_scales + row, rows * 4, full);
+      }
       place.advance(S::inputs);
       all_filled |= place.index == 0;
     }

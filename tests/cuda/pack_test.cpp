@@ -247,7 +247,7 @@ void check_bytes(const char* name, std::uint32_t repacked = 0) {
         canonical[i * P.value.bits / 32] |= own[i] << (i * P.value.bits % 32);
       }
       for (int w = 0; w < 2; ++w) words[w] = pack_word(P, canonical[w]);
-      decode8_bytes<P, M>(words, byte_table(byte_table_index(repacked)), bytes);
+      decode8_bytes<P, M>(words, byte_table(static_cast<int>(repacked)), bytes);
       std::uint32_t seen = 0;
       for (int i = 0; i < 8; ++i) {
         const auto column = byte_order(P) >> (4 * i) & 15;
