@@ -145,6 +145,7 @@ void add_bench(Cli& cli) {
   add_measured(command, options);
   add_backend(command, options->device);
   add_batch_invariant(command, options->batch_invariant);
+  add_fast_accumulation(command, options->fast_accumulation);
   command
       ->add_option_function<std::vector<std::string>>(
           "--from",

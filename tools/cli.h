@@ -70,6 +70,8 @@ void add_run_options(CLI::App* command, Precision& precision, bool& weights_only
 void add_backend(CLI::App* command, Device& device);
 /// --batch-invariant
 void add_batch_invariant(CLI::App* command, bool& batch_invariant);
+/// --fast-accumulation
+void add_fast_accumulation(CLI::App* command, bool& fast_accumulation);
 
 /// A table on stdout, row by row, so that long jobs show each row when it is done.
 class Table {

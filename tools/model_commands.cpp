@@ -9,6 +9,7 @@ void add_model_options(CLI::App* command, ModelOptions& options) {
   add_backend(command, options.decoder.device);
   add_run_options(command, options.decoder.precision, options.decoder.weights_only);
   add_batch_invariant(command, options.decoder.batch_invariant);
+  add_fast_accumulation(command, options.decoder.fast_accumulation);
   add_quantize_options(command, options.decoder.quantize);
 }
 

@@ -132,6 +132,7 @@ void add_run(Cli& cli) {
       ->capture_default_str();
   add_run_options(command, options->plan.precision, options->plan.weights_only);
   add_batch_invariant(command, options->plan.batch_invariant);
+  add_fast_accumulation(command, options->plan.fast_accumulation);
   add_quantize_options(command, options->load.quantize);
   command->add_flag("--describe", options->describe, "Say on stderr which kernel runs, and why no other");
   command->add_flag("--force", options->force, "Replace the output file");

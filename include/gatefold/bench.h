@@ -36,9 +36,9 @@ struct BenchOptions {
   std::vector<int> tokens = {1, 8, 64, 512};
   std::vector<BenchFrom> from = {BenchFrom::ids};  ///< a row for each
   BenchRouting routing = BenchRouting::uniform;
-  bool batch_invariant = false;  ///< PlanOptions::batch_invariant
-  int threads = 0;               ///< 0: OpenMP's default
-  double seconds = 1.0;          ///< per row, at least; not on a GPU
+  bool batch_invariant = false, fast_accumulation = false;  ///< PlanOptions
+  int threads = 0;                                          ///< 0: OpenMP's default
+  double seconds = 1.0;                                     ///< per row, at least; not on a GPU
   std::uint64_t weight_bytes =
       3'000'000'000;  ///< layers are repeated, each with memory of its own, up to this
 };

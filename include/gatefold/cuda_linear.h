@@ -59,6 +59,7 @@ struct LinearOptions {
   bool debug_workspace = false;   ///< as in PlanOptions; so are the others
   std::optional<CudaTuning> cuda_tuning = {};
   bool batch_invariant = false;
+  bool fast_accumulation = false;
 };
 
 /// Pointers are to memory of the plan's device.

@@ -44,8 +44,8 @@ struct DecoderOptions {
   std::optional<Recipe> recipe = {};    ///< takes the place of `scheme`; quantized on load
   Device device = {};                   ///< of the MoE layers; all else runs on the CPU
   Precision precision = Precision::native;
-  bool weights_only = false;      ///< leave activations unquantized in schemes that quantize them
-  bool batch_invariant = false;   ///< PlanOptions::batch_invariant
+  bool weights_only = false;  ///< leave activations unquantized in schemes that quantize them
+  bool batch_invariant = false, fast_accumulation = false;  ///< PlanOptions
   QuantizeOptions quantize = {};  ///< when `scheme` or `recipe` is quantized on load
   int threads = 0;                ///< 0: OpenMP's default at load
   int max_tokens = 512;           ///< tokens computed at once, up to 65536; longer inputs are split

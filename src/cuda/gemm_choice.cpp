@@ -128,9 +128,12 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
   const auto add = [&](Body body, int tokens) {
     const auto find = [&](bool of_wide) {
       if (body == Body::warps) return find_gemm(work.scheme, of_wide, work.input, tokens);
-      const GemmKernel kernel = find_warpgroup_gemm(work.scheme, of_wide, bytes, tokens);
-      return kernel.function != nullptr ? kernel
-                                        : find_warpgroup_gemm(work.scheme, of_wide, work.input, tokens);
+      GemmKernel kernel;
+      if (work.fast_accumulation && bytes == InputKind::e4m3)
+        kernel = find_warpgroup_gemm(work.scheme, of_wide, InputKind::e4m3_fast, tokens);
+      for (const InputKind kind : {bytes, work.input})
+        if (kernel.function == nullptr) kernel = find_warpgroup_gemm(work.scheme, of_wide, kind, tokens);
+      return kernel;
     };
     GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
     for (const GemmKernel& kernel : choice.kernels) {

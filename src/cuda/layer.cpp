@@ -381,6 +381,7 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
     return GemmWork{.scheme = id,
                     .input = input_kind(effective_activation(id, spec, options)),
                     .bytes = byte_kind(effective_activation(id, spec, options)),
+                    .fast_accumulation = options.fast_accumulation,
                     .experts = experts,
                     .top_k = top_k,
                     .multiplies = {{width, spec.hidden, 2}, {spec.hidden, width, 1}}};

@@ -154,6 +154,7 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
   auto table = GemmTable::create({.scheme = shape.scheme,
                                   .input = input_kind(activation),
                                   .bytes = byte_kind(activation),
+                                  .fast_accumulation = options.fast_accumulation,
                                   .experts = shape.matrices,
                                   .top_k = 1,
                                   .multiplies = {{shape.n, shape.k, 1}},

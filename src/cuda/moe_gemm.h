@@ -97,8 +97,17 @@ struct GemmArgs {
   std::int32_t all_steps = 0, part_steps = 0;
 };
 
-/// What a multiply's inputs are: 16-bit numbers, or codes that are multiplied as such.
-enum class InputKind : std::uint8_t { bf16, f16, bf16_record_scales, e4m3, e4m3_record_scales, int8 };
+/// What a multiply's inputs are: 16-bit numbers, or codes that are multiplied as such. e4m3_fast: all
+/// products are added to the same sums.
+enum class InputKind : std::uint8_t {
+  bf16,
+  f16,
+  bf16_record_scales,
+  e4m3,
+  e4m3_fast,
+  e4m3_record_scales,
+  int8
+};
 
 constexpr bool are_bytes(InputKind kind) {
   return kind >= InputKind::e4m3;

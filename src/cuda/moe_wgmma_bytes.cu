@@ -28,13 +28,15 @@ template <class S, bool kWide>
 GemmKernel kernel_for(InputKind input, int tokens) {
   GemmKernel found;
   const auto make = [&]<InputKind kInput>() {
-    if constexpr (has_kind(S::id, kInput) && ByteTraits<S, kWide, kInput, true>::possible)
+    if constexpr (has_kind(S::id, kInput == InputKind::e4m3_fast ? InputKind::e4m3 : kInput) &&
+                  ByteTraits<S, kWide, kInput, true>::possible)
       if (input == kInput)
         found = tokens <= ByteTraits<S, kWide, kInput, false>::tokens
                     ? kernel_of<ByteTraits<S, kWide, kInput, false>>()
                     : kernel_of<ByteTraits<S, kWide, kInput, true>>();
   };
   make.template operator()<InputKind::e4m3>();
+  make.template operator()<InputKind::e4m3_fast>();
   make.template operator()<InputKind::e4m3_record_scales>();
   make.template operator()<InputKind::int8>();
   return found;

@@ -19,11 +19,12 @@ struct ByteTraits {
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
-  static constexpr bool parts = Plain::scaled_groups || (M == formats::e4m3 && !P.for_bytes);
+  static constexpr bool fast = kInput == InputKind::e4m3_fast || P.for_bytes;
+  static constexpr bool parts = Plain::scaled_groups || (M == formats::e4m3 && !fast);
   using Sum = std::conditional_t<M == formats::int8 && !parts, std::int32_t, float>;  ///< of a tile
   /// Operands that it can take.
   static constexpr bool possible = fits_bytes(P, M) && (P.for_bytes || P.group == kRecordColumns) &&
-                                   !P.zeros &&
+                                   !P.zeros && (kInput != InputKind::e4m3_fast || !(parts || P.for_bytes)) &&
                                    (from_memory ? P.record_bytes() == P.value_bytes() : !record_scales);
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;

@@ -230,6 +230,7 @@ Result<std::shared_ptr<Decoder::State>> load_state(const Checkpoint& checkpoint,
                                  .weights_only = options.weights_only,
                                  .debug_workspace = false,
                                  .batch_invariant = options.batch_invariant,
+                                 .fast_accumulation = options.fast_accumulation,
                                  .kernel = {}};
   for (int i = 0; i < config.layers; ++i) {
     if (!config.is_moe[i]) continue;

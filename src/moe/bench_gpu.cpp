@@ -19,8 +19,11 @@ const Result<double>& DenseRates::gflop_per_s(SchemeId id) {
 Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, BenchFrom from,
                                  const BenchOptions& options, DenseRates& dense) {
   const MoeSpec& spec = layers.spec;
-  Result<MoePlan> plan = MoePlan::create(
-      spec, {.max_tokens = tokens, .batch_invariant = options.batch_invariant}, options.device);
+  Result<MoePlan> plan = MoePlan::create(spec,
+                                         {.max_tokens = tokens,
+                                          .batch_invariant = options.batch_invariant,
+                                          .fast_accumulation = options.fast_accumulation},
+                                         options.device);
   if (!plan) return plan.status();
   Result<GpuCalls> calls = GpuCalls::create(layers, tokens, from, options.routing, *plan);
   if (!calls) return calls.status();

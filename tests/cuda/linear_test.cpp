@@ -231,6 +231,24 @@ TEST_P(EveryLinear, StaticActivationScales) {
   expect_near(run(matrices.pack(), options(50), x, offsets), oracle(x, offsets, matrices), allowed(x));
 }
 
+TEST_P(EveryLinear, FastAccumulation) {
+  if (scheme(id()).activation.value != formats::e4m3) return;
+  const Matrices matrices(id(), 2, 200, 512);
+  const Rows x(dtype(), 300, 512);
+  const std::vector<std::int32_t> offsets = {0, 163, 300};
+  const double allowed = tolerance(x.k) + error_of_sums(scheme(id()), scheme(id()).activation, x.k, true);
+  const LinearWeights weights = matrices.pack();
+  LinearOptions fast = options(300);
+  fast.fast_accumulation = true;
+  const auto plan = LinearPlan::create(weights.shape(), fast);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  for (const CudaCandidate& candidate : plan->candidates(300)) {
+    SCOPED_TRACE(describe(candidate.tuning));
+    fast.cuda_tuning = candidate.tuning;
+    expect_near(run(weights, fast, x, offsets), oracle(x, offsets, matrices), allowed);
+  }
+}
+
 TEST_P(EveryLinear, WeightsOnly) {
   if (!scheme(id()).quantizes_activations()) return;
   const Matrices matrices(id(), 2, 64, 256);
