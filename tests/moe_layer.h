@@ -100,8 +100,8 @@ inline MoeSpec ragged_spec(MoeSpec spec) {
   const Granularity group = scheme(spec.scheme).weight.group;
   const int multiple = group.n == 1 && group.k != 0 ? group.k : 2;
   spec.hidden = (170 + multiple - 1) / multiple * multiple;
-  spec.intermediate = (90 + multiple - 1) / multiple * multiple;
-  spec.shared = {.intermediate = 30, .gated = true, .scheme = SchemeId::bf16};
+  spec.intermediate = (84 + multiple - 1) / multiple * multiple;
+  spec.shared = {.intermediate = 20, .gated = true, .scheme = SchemeId::bf16};
   spec.bias = true;
   spec.activation = {.kind = Activation::Kind::swiglu, .alpha = 1.702f, .beta = 1.0f, .limit = 7.0f};
   return spec;

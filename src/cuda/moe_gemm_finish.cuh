@@ -49,12 +49,12 @@ __device__ __forceinline__ void finish_gate_up(const GemmArgs& args, int expert,
     if (args.bias != nullptr) gate += args.bias[at];
     if (args.up_bias != nullptr) up += args.up_bias[at];
     store(args, slot, channel, activate(args.activation, gate, up));
+    if (unit + 1 < args.groups * kGroupUnits) return;
   }
-  // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
-  if (unit + 1 < args.groups * kGroupUnits) return;
+  // Down reads rows up to their stride: lanes without a channel fill what follows, and the last unit's do.
 #pragma unroll 1
   for (int pad = channel < args.rows ? channel + 8 : channel; pad < args.out_stride; pad += 8)
-    if (pad >= args.rows) store(args, slot, pad, 0.0f);
+    store(args, slot, pad, 0.0f);
 }
 
 __device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, int unit, int slot,
