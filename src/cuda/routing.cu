@@ -313,6 +313,12 @@ struct Grid {
   int blocks, threads, cluster = 1;
 };
 
+/// What any of the kernels takes of shared memory at most. All calls allow a kernel as much: what one of them
+/// allows, another thread may be about to use.
+constexpr int kMostWords = route_words(kThreads / 32, kMostExperts) + kClusterTokens * kMostTopK;
+static_assert(sort_words(kSortThreads / 32, kMostExperts) + kBlockSlots <= kMostWords &&
+              kBlockTokens <= kClusterTokens);
+
 /// A kernel with so many words of shared memory.
 template <class... Params>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, int words, cudaStream_t stream,
@@ -320,7 +326,7 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, int words, cudaStream_t
   const std::size_t bytes = static_cast<std::size_t>(words) * sizeof(std::int32_t);
   if (bytes > 48 * 1024) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 4 * kMostWords);
     if (error != cudaSuccess) return error;
   }
   return launch_dependent(kernel,
@@ -409,12 +415,22 @@ cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream) {
-  const dim3 blocks(static_cast<unsigned>((args.experts + 7) / 8),
-                    static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens));
   auto* kernel = args.dtype == DType::f32   ? multiply_router<float>
                  : args.dtype == DType::f16 ? multiply_router<__half>
                                             : multiply_router<__nv_bfloat16>;
-  return launch_dependent(kernel, {.blocks = blocks, .threads = kRouterThreads, .stream = stream}, args);
+  constexpr int most = 65535 * kTokens;  // of a grid
+  cudaError_t error = cudaSuccess;
+  for (std::int64_t first = 0; first < args.tokens && error == cudaSuccess; first += most) {
+    RouterArgs part = args;
+    part.tokens = static_cast<std::int32_t>(std::min<std::int64_t>(most, args.tokens - first));
+    part.hidden =
+        static_cast<const std::byte*>(args.hidden) + first * args.hidden_size * bits(args.dtype) / 8;
+    part.logits += first * args.experts;
+    const dim3 blocks(static_cast<unsigned>((args.experts + 7) / 8),
+                      static_cast<unsigned>((part.tokens + kTokens - 1) / kTokens));
+    error = launch_dependent(kernel, {.blocks = blocks, .threads = kRouterThreads, .stream = stream}, part);
+  }
+  return error;
 }
 
 }  // namespace gatefold::cuda

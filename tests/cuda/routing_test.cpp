@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <thread>
 
 #include "gatefold/codec.h"
 #include "gatefold/moe.h"
@@ -253,9 +254,26 @@ TEST_F(CudaRouting, RangesOfExpertsAndTokensCountedOnTheDevice) {
   }
 }
 
+// What one call allows a kernel is enough for another one that is about to be made.
+TEST_F(CudaRouting, ThreadsAtOnce) {
+  const auto run = [](int tokens) {
+    Ints ids(static_cast<std::size_t>(tokens) * 8);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i * 37 % 256);
+    const std::vector<float> logits = make_logits(tokens / 8, 256, Kind::normal, 4);
+    for (int i = 0; i < 50; ++i) {
+      same_as_on_the_cpu({.tokens = tokens, .experts = 256, .top_k = 8, .given_ids = ids});
+      same_as_on_the_cpu({.tokens = tokens / 8, .experts = 256, .top_k = 8, .logits = logits});
+    }
+  };
+  std::vector<std::thread> threads;
+  for (const int tokens : {512, 960, 1024}) threads.emplace_back(run, tokens);
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST_F(CudaRouting, RouterLogits) {
-  for (const int tokens : {1, 7, 8, 20})
+  for (const int tokens : {1, 7, 8, 20, 524'289})  // more than a grid takes
     for (const int hidden : {16, 272, 2880}) {
+      if (tokens > 20 && hidden > 16) continue;
       constexpr int experts = 37;
       const auto x = make_logits(tokens, hidden, Kind::normal, 1),
                  router = make_logits(experts, hidden, Kind::normal, 2),
