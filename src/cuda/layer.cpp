@@ -121,24 +121,26 @@ class LayerRun {
       } else if (tiled()) {
         in.copies = spec_.top_k;
       }
-      launched(launch_inputs(in, stream_), "round inputs");
+      then("round inputs", launch_inputs, in, stream_);
     }
-    launched(launch_gemm(gate_up, first, multiprocessors(), stream_), "multiply by gate and up");
+    then("multiply by gate and up", launch_gemm, gate_up, first, multiprocessors(), stream_);
     round_mid(b_.routed, slots_, per_slot, down);
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    launched(launch_gemm(down, second, multiprocessors(), stream_), "multiply by down");
+    then("multiply by down", launch_gemm, down, second, multiprocessors(), stream_);
 
     if (spec_.shared.intermediate != 0) run_shared();
-    launched(combine(), "add slots up");
+    then("add slots up", launch_combine, combine(), stream_);
     give_routing();
     return status_;
   }
 
  private:
-  void launched(cudaError_t error, std::string_view what) {
-    if (status_.ok()) status_ = check(error, what);
+  /// Nothing follows an error: it would read what was not written.
+  template <class Launch, class... Args>
+  void then(std::string_view what, Launch&& launch, const Args&... args) {
+    if (status_.ok()) status_ = check(launch(args...), what);
   }
   int multiprocessors() const { return weights_.device().multiprocessors; }
 
@@ -168,16 +170,16 @@ class LayerRun {
     const float* logits = in.router_logits;
     if (in.topk_ids != nullptr && few()) return {};
     if (in.topk_ids == nullptr && logits == nullptr) {
-      launched(launch_router_logits({.tokens = tokens_,
-                                     .experts = spec_.experts,
-                                     .hidden_size = spec_.hidden,
-                                     .hidden = in.hidden.data,
-                                     .dtype = in.hidden.dtype,
-                                     .router = weights_.router,
-                                     .bias = weights_.router_bias,
-                                     .logits = b_.logits.at(base_)},
-                                    stream_),
-               "compute router logits");
+      then("compute router logits", launch_router_logits,
+           RouterArgs{.tokens = tokens_,
+                      .experts = spec_.experts,
+                      .hidden_size = spec_.hidden,
+                      .hidden = in.hidden.data,
+                      .dtype = in.hidden.dtype,
+                      .router = weights_.router,
+                      .bias = weights_.router_bias,
+                      .logits = b_.logits.at(base_)},
+           stream_);
       logits = b_.logits.at(base_);
     }
     if (few() && choice_.tuning.tile_tokens == kFewTokens && tokens_ <= kFewTokens && !per_slot)
@@ -203,8 +205,10 @@ class LayerRun {
                                  .slot_position = b_.slot_position.at(base_),
                                  .sorted_slots = b_.sorted_slots.at(base_)},
                          .block_counts = b_.route_scratch.at(base_)};
-    launched(few() ? launch_choose(args, stream_) : launch_route(args, items_of(kernel), stream_),
-             "route tokens");
+    if (few())
+      then("route tokens", launch_choose, args, stream_);
+    else
+      then("route tokens", launch_route, args, items_of(kernel), stream_);
     return {};
   }
 
@@ -212,9 +216,8 @@ class LayerRun {
   void give_routing() {
     const auto give = [&](void* to, const void* from) {
       if (to == nullptr) return;
-      launched(
-          cudaMemcpyAsync(to, from, static_cast<std::size_t>(slots_) * 4, cudaMemcpyDeviceToDevice, stream_),
-          "copy the routing");
+      then("copy the routing", cudaMemcpyAsync, to, from, static_cast<std::size_t>(slots_) * 4,
+           cudaMemcpyDeviceToDevice, stream_);
     };
     give(call_.outputs.topk_ids, ids());
     give(call_.outputs.topk_weights, slot_weights());
@@ -298,7 +301,7 @@ class LayerRun {
       mid.from_positions = tiled();
     }
     if (with_static) mid.static_scales = weights_.mid_scales;
-    launched(launch_inputs(mid, stream_), "round the intermediate");
+    then("round the intermediate", launch_inputs, mid, stream_);
   }
 
   void run_shared() {
@@ -306,33 +309,29 @@ class LayerRun {
     const GemmChoice& choice = plan_.shared->at(tokens_);
     const GemmKernel gate_up = choice.kernel(weights_.shared_gate_up.wide),
                      down = choice.kernel(weights_.shared_down.wide);
-    launched(
-        launch_inputs(ffn.in.args(base_, call_.inputs.hidden, tokens_, gate_up.order(ffn.scheme)), stream_),
-        "round shared inputs");
-    launched(launch_gemm(gate_up, gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up.tiled),
-                         multiprocessors(), stream_),
-             "multiply by the shared gate and up");
+    then("round shared inputs", launch_inputs,
+         ffn.in.args(base_, call_.inputs.hidden, tokens_, gate_up.order(ffn.scheme)), stream_);
+    then("multiply by the shared gate and up", launch_gemm, gate_up,
+         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up.tiled), multiprocessors(), stream_);
     round_mid(ffn, tokens_, false, down);
-    launched(launch_gemm(down, gemm(ffn, weights_.shared_down, GemmKind::down, down.tiled), multiprocessors(),
-                         stream_),
-             "multiply by the shared down");
+    then("multiply by the shared down", launch_gemm, down,
+         gemm(ffn, weights_.shared_down, GemmKind::down, down.tiled), multiprocessors(), stream_);
   }
 
-  cudaError_t combine() {
-    return launch_combine({.tokens = tokens_,
-                           .hidden = spec_.hidden,
-                           .top_k = spec_.top_k,
-                           .experts = spec_.experts,
-                           .slots = b_.routed.out.at(base_),
-                           .slots_dtype = slots_dtype(),
-                           .positions = tiled() ? b_.slot_position.at(base_) : nullptr,
-                           .ids = ids(),
-                           .weights = slot_weights(),
-                           .shared = spec_.shared.intermediate != 0 ? b_.shared.out.at(base_) : nullptr,
-                           .shared_gate = weights_.shared_gate,
-                           .x = call_.inputs.hidden,
-                           .out = call_.outputs.hidden},
-                          stream_);
+  CombineArgs combine() const {
+    return {.tokens = tokens_,
+            .hidden = spec_.hidden,
+            .top_k = spec_.top_k,
+            .experts = spec_.experts,
+            .slots = b_.routed.out.at(base_),
+            .slots_dtype = slots_dtype(),
+            .positions = tiled() ? b_.slot_position.at(base_) : nullptr,
+            .ids = ids(),
+            .weights = slot_weights(),
+            .shared = spec_.shared.intermediate != 0 ? b_.shared.out.at(base_) : nullptr,
+            .shared_gate = weights_.shared_gate,
+            .x = call_.inputs.hidden,
+            .out = call_.outputs.hidden};
   }
 
   const MoeCall& call_;
