@@ -31,6 +31,19 @@ struct DeviceInfo {
   std::size_t l2_bytes = 0;
 };
 
+/// Makes a GPU the calling thread's current one, for as long as the guard lives: the default stream is the
+/// current device's. Does nothing where there is none.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int device_, previous_;
+};
+
 /// The GPU with this index. Errors: no driver, no GPU, one that is not sm_90 (unsupported); an index that
 /// this machine does not have (invalid_argument).
 Result<DeviceInfo> device_info(int index = 0);

@@ -200,7 +200,9 @@ MatrixView Tensor::matrix() const {
 }
 
 void Tensor::wait() const {
-  if (device_.kind == Device::Kind::cuda) check(cuda::synchronize(stream()));
+  if (device_.kind != Device::Kind::cuda) return;
+  const cuda::DeviceGuard guard(device_.index);
+  check(cuda::synchronize(stream()));
 }
 
 template <class T>
@@ -211,6 +213,7 @@ std::vector<T> Tensor::to_host() const {
   const std::byte* data = data_;
   std::vector<std::byte> copy;
   if (device_.kind == Device::Kind::cuda) {
+    const cuda::DeviceGuard guard(device_.index);
     wait();
     copy.resize(count * static_cast<std::size_t>(bits(dtype_) / 8));
     check(cuda::copy(copy.data(), data, copy.size()));
@@ -269,6 +272,7 @@ MatrixView StridedMatrix::view(std::vector<std::byte>& copy) const {
   const std::byte* from = data_;
   std::vector<std::byte> host;
   if (device_.kind == Device::Kind::cuda) {  // all that lies between the first element and the last
+    const cuda::DeviceGuard guard(device_.index);
     host.resize(static_cast<std::size_t>(((rows_ - 1) * row_stride_ + (cols_ - 1) * col_stride_ + 1) * each));
     check(cuda::copy(host.data(), data_, host.size()));
     from = host.data();

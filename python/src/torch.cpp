@@ -205,6 +205,7 @@ void quantize_activation(TorchValue* stack) {
     std::memcpy(scales.data(), q.scales.data(), q.scales.size());
     std::memcpy(token_scales.data(), q.token_scales.data(), q.token_scales.size() * sizeof(float));
   } else if (view.rows != 0) {
+    const cuda::DeviceGuard guard(x.device().index);
     const TorchMemory workspace(value(cuda::activation_layout(id, view.rows, view.cols)).workspace_bytes,
                                 x.device().index);
     check(cuda::quantize_activations(id, {.x = view, .rows = view.rows},

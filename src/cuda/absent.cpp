@@ -15,6 +15,9 @@ Status absent() {
 }
 }  // namespace
 
+DeviceGuard::DeviceGuard(int device) : device_(device), previous_(device) {}
+DeviceGuard::~DeviceGuard() {}
+
 Result<DeviceInfo> device_info(int) {
   return absent();
 }

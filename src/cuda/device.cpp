@@ -17,6 +17,13 @@ Status check_architecture(const DeviceInfo& device) {
                                          device.index, device.name, device.major, device.minor)};
 }
 
+DeviceGuard::DeviceGuard(int device) : device_(device), previous_(device) {
+  if (cudaGetDevice(&previous_) == cudaSuccess && previous_ != device_) cudaSetDevice(device_);
+}
+DeviceGuard::~DeviceGuard() {
+  if (previous_ != device_) cudaSetDevice(previous_);
+}
+
 Result<DeviceInfo> device_info(int index) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

@@ -1,6 +1,6 @@
 #pragma once
 /// \file
-/// What every host file of the CUDA backend needs: errors, streams, the current device.
+/// What every host file of the CUDA backend needs: errors and streams.
 
 #include <cuda_runtime_api.h>
 
@@ -22,22 +22,5 @@ inline cudaStream_t native(Stream stream) {
 
 /// Whether the kernels run on this GPU.
 Status check_architecture(const DeviceInfo& device);
-
-/// Makes a device the calling thread's current one, for as long as the guard lives.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : device_(device) {
-    if (cudaGetDevice(&previous_) == cudaSuccess && previous_ != device_) cudaSetDevice(device_);
-  }
-  ~DeviceGuard() {
-    if (previous_ != device_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int device_;
-  int previous_ = 0;
-};
 
 }  // namespace gatefold::cuda

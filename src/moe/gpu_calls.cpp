@@ -82,6 +82,7 @@ Status GpuCalls::copy(const MoePlan& plan) {
     if (!allocated) return allocated.status();
     *memory = std::move(*allocated);
   }
+  const cuda::DeviceGuard guard(device);
   std::normal_distribution<float> normal;
   std::vector<std::uint16_t> x(elements);
   for (std::uint16_t& code : x) code = static_cast<std::uint16_t>(encode<formats::bf16>(normal(random_)));

@@ -65,6 +65,7 @@ Status HostCalls::run(const MoePlan& plan, const ExpertWeights& weights, const M
 Status HostCalls::run_on_device(const MoePlan& plan, const ExpertWeights& weights, const MoeInputs& inputs,
                                 const MoeOutputs& outputs) {
   const MoeSpec& spec = plan.spec();
+  const cuda::DeviceGuard guard(plan.device().index);
   // The plan refuses these with a message; here they must not be copied.
   const std::int64_t tokens = inputs.hidden.rows;
   const bool fits = tokens >= 0 && tokens <= plan.max_tokens() && inputs.hidden.cols == spec.hidden &&

@@ -210,6 +210,8 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
   const auto launch = [&] { return plan.ordered ? plan.ordered->run(call) : plan.kernel->launch(call); };
   if (!plan.options.debug_workspace) return launch();
 
+  std::optional<cuda::DeviceGuard> guard;
+  if (plan.device.kind == Device::Kind::cuda) guard.emplace(plan.device.index);
   if (inputs.topk_ids != nullptr && plan.device.kind == Device::Kind::cuda)
     if (Status status = check_device_ids(plan.spec, inputs, stream); !status.ok()) return status;
   return DebugWorkspace(plan.layout, base, plan.device, stream).run(plan.kernel->name, launch);
