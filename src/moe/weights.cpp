@@ -147,10 +147,12 @@ class Packer {
       packed[i] = {m.scheme, m.n, m.k, m.scale_format, m.tensor_scale, m.input_scale, nullptr};
     }
     const std::size_t at = next_;
+    std::size_t each = 0;  // matrices that are packed together may all become as wide as one of them
     for (int i = 0; i < count; ++i) {
       const QuantizedMatrix& m = matrices[i];
-      next_ += padded(layout_.bytes(m.scheme, m.scale_format, m.n, m.k));
+      each = std::max(each, padded(layout_.bytes(m.scheme, m.scale_format, m.n, m.k)));
     }
+    next_ += each * static_cast<std::size_t>(count);
     if (next_ > memory_.bytes())
       return {
           Code::unsupported,
