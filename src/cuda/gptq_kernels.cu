@@ -162,8 +162,8 @@ __global__ void choose_scales(const MatrixStack stack, int steps, const float2* 
 }
 
 __global__ void permute(const float* x, const int* order, int k, float* out) {
-  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  const std::int64_t row = blockIdx.y;
+  const int i = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
+  const std::int64_t row = blockIdx.x;
   if (i < k) out[row * k + i] = x[row * k + order[i]];
 }
 
@@ -406,8 +406,8 @@ template <class Weight>
 __global__ void encode_values(const MatrixStack stack, int row_bytes, float* values, std::byte* codes) {
   constexpr Format kValue = Weight::operand.value;
   constexpr int kEach = 8 / kValue.bits;
-  const int byte = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x),
-            row = static_cast<int>(blockIdx.y);
+  const int byte = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x),
+            row = static_cast<int>(blockIdx.x);
   if (byte >= row_bytes) return;
   std::uint32_t packed = 0;
 #pragma unroll
@@ -447,7 +447,7 @@ void GptqKernels::search_scales(const MatrixStack& stack, const float* weights, 
 }
 
 void GptqKernels::permute_columns(const float* x, const int* order, int rows, int k, float* out) const {
-  permute<<<dim3(blocks_for(k, kThreads), static_cast<unsigned>(rows)), kThreads, 0, stream>>>(x, order, k,
+  permute<<<dim3(static_cast<unsigned>(rows), blocks_for(k, kThreads)), kThreads, 0, stream>>>(x, order, k,
                                                                                                out);
 }
 
@@ -492,7 +492,7 @@ void GptqKernels::move_scales(const MatrixStack& stack, const float* gradient, i
 void GptqKernels::encode(const MatrixStack& stack, int row_bytes, float* values, std::byte* codes) const {
   with_weight(scheme, [&]<class Weight>() {
     encode_values<Weight>
-        <<<dim3(blocks_for(row_bytes, kThreads), static_cast<unsigned>(stack.rows())), kThreads, 0, stream>>>(
+        <<<dim3(static_cast<unsigned>(stack.rows()), blocks_for(row_bytes, kThreads)), kThreads, 0, stream>>>(
             stack, row_bytes, values, codes);
   });
 }

@@ -38,8 +38,10 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
                                             int position, int at, int first, int step) {
   const int steps = (load.tokens + args.step - 1) / args.step;
   for (int i = first; i < load.items && at + i < args.most_items; i += step) {
-    const int begin = min(load.tokens, steps * i / load.items * args.step),
-              end = min(load.tokens, steps * (i + 1) / load.items * args.step);
+    const auto cut = [&](std::int64_t item) {
+      return min(load.tokens, static_cast<int>(steps * item / load.items) * args.step);
+    };
+    const int begin = cut(i), end = cut(i + 1);
     args.items[at + i] = {static_cast<std::int16_t>(expert), static_cast<std::int16_t>(end - begin),
                           position + begin};
   }
