@@ -160,7 +160,9 @@ class EveryLinear : public GpuLinear, public testing::WithParamInterface<SchemeA
   LinearOptions options(int max_rows) const {
     return {.max_rows = max_rows, .act_dtype = dtype(), .debug_workspace = true};
   }
-  double allowed(const Rows& x) const { return tolerance(x.k) + of_sums(id(), x.k); }
+  double allowed(const Rows& x, bool fast = false) const {
+    return tolerance(x.k) + error_of_sums(scheme(id()), scheme(id()).activation, x.k, fast);
+  }
   /// Columns that fill no record.
   std::int64_t ragged_k() const {
     const Granularity group = scheme(id()).weight.group;
@@ -175,24 +177,27 @@ TEST_P(EveryLinear, GroupsByEveryCandidate) {
   const Rows x(dtype(), 180, ragged_k());
   const std::vector<std::int32_t> all_offsets[] = {
       {0, 1, 1, 4, 170, 180}, {3, 4, 4, 37, 150, 171}, {7, 7, 7, 7, 7, 7}, {0, 8, 24, 56, 112, 113}};
-  for (const auto& offsets : all_offsets) {
-    const std::vector<double> expected = oracle(x, offsets, matrices);
-    const auto plan = LinearPlan::create(weights.shape(), options(180));
-    ASSERT_TRUE(plan.ok()) << plan.status().message();
-    std::vector<float> by_warpgroups;
-    for (const CudaCandidate& candidate : plan->candidates(180)) {
-      SCOPED_TRACE(describe(candidate.tuning));
+  for (const bool fast : {false, true})
+    for (const auto& offsets : all_offsets) {
+      if (fast && scheme(id()).activation.value != formats::e4m3) return;
+      const std::vector<double> expected = oracle(x, offsets, matrices);
       LinearOptions forced = options(180);
-      forced.cuda_tuning = candidate.tuning;
-      const std::vector<float> y = run(weights, forced, x, offsets);
-      expect_near(y, expected, allowed(x));
-      // All tiles of warpgroups sum in the same order. (NaN is not equal to itself.)
-      if (candidate.tuning.body != CudaTuning::Body::warpgroups) continue;
-      if (by_warpgroups.empty()) by_warpgroups = y;
-      EXPECT_EQ(std::memcmp(y.data(), by_warpgroups.data(), y.size() * sizeof(float)), 0);
+      forced.fast_accumulation = fast;
+      const auto plan = LinearPlan::create(weights.shape(), forced);
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      std::vector<float> by_warpgroups;
+      for (const CudaCandidate& candidate : plan->candidates(180)) {
+        SCOPED_TRACE(describe(candidate.tuning));
+        forced.cuda_tuning = candidate.tuning;
+        const std::vector<float> y = run(weights, forced, x, offsets);
+        expect_near(y, expected, allowed(x, fast));
+        // All tiles of warpgroups sum in the same order. (NaN is not equal to itself.)
+        if (candidate.tuning.body != CudaTuning::Body::warpgroups) continue;
+        if (by_warpgroups.empty()) by_warpgroups = y;
+        EXPECT_EQ(std::memcmp(y.data(), by_warpgroups.data(), y.size() * sizeof(float)), 0);
+      }
+      expect_near(run(*plan, weights, x, offsets), expected, allowed(x, fast));
     }
-    expect_near(run(*plan, weights, x, offsets), expected, allowed(x));
-  }
 }
 
 TEST_P(EveryLinear, OneMatrix) {
@@ -229,24 +234,6 @@ TEST_P(EveryLinear, StaticActivationScales) {
   const Rows x(dtype(), 50, 256);
   const std::vector<std::int32_t> offsets = {0, 20, 21, 50};
   expect_near(run(matrices.pack(), options(50), x, offsets), oracle(x, offsets, matrices), allowed(x));
-}
-
-TEST_P(EveryLinear, FastAccumulation) {
-  if (scheme(id()).activation.value != formats::e4m3) return;
-  const Matrices matrices(id(), 2, 200, 512);
-  const Rows x(dtype(), 300, 512);
-  const std::vector<std::int32_t> offsets = {0, 163, 300};
-  const double allowed = tolerance(x.k) + error_of_sums(scheme(id()), scheme(id()).activation, x.k, true);
-  const LinearWeights weights = matrices.pack();
-  LinearOptions fast = options(300);
-  fast.fast_accumulation = true;
-  const auto plan = LinearPlan::create(weights.shape(), fast);
-  ASSERT_TRUE(plan.ok()) << plan.status().message();
-  for (const CudaCandidate& candidate : plan->candidates(300)) {
-    SCOPED_TRACE(describe(candidate.tuning));
-    fast.cuda_tuning = candidate.tuning;
-    expect_near(run(weights, fast, x, offsets), oracle(x, offsets, matrices), allowed);
-  }
 }
 
 TEST_P(EveryLinear, WeightsOnly) {
