@@ -283,6 +283,26 @@ TEST(Config, SlidingWindowOfQwen) {
   EXPECT_EQ(good(config).sliding_window, 0);
   config["use_sliding_window"] = true;
   EXPECT_EQ(good(config).sliding_window, 100);
+  // Only Qwen2-MoE tells its layers apart.
+  config["layer_types"] = json(4, "full_attention");
+  EXPECT_EQ(good(config).slides, std::vector<bool>(4, true));
+}
+
+TEST(Config, WhichLayersOfQwen2Slide) {
+  const json config = with(with(qwen2(), "sliding_window", 100), "use_sliding_window", true);
+  EXPECT_EQ(good(config).slides, (std::vector<bool>{true, false, true, false}));
+  EXPECT_EQ(good(with(config, "max_window_layers", 2)).slides,
+            (std::vector<bool>{true, false, false, false}));
+  EXPECT_EQ(good(with(config, "max_window_layers", 0)).slides, std::vector<bool>(4, false));
+  const json types = {"full_attention", "sliding_attention", "sliding_attention", "full_attention"};
+  EXPECT_EQ(good(with(config, "layer_types", types)).slides, (std::vector<bool>{false, true, true, false}));
+  expect_bad(with(config, "max_window_layers", -1), {"max_window_layers", "-1"});
+  expect_bad(with(config, "layer_types", "sliding_attention"), {"layer_types"});
+  expect_bad(with(config, "layer_types", json::array({"full_attention"})), {"layer_types has 1", "4 layers"});
+  for (const json& type : {json("linear_attention"), json(1)})
+    expect_bad(with(config, "layer_types", json(4, type)), {"layer_types", type.dump()}, Code::unsupported);
+  // Without a window nobody asks.
+  EXPECT_EQ(good(with(with(config, "use_sliding_window", false), "layer_types", 1)).sliding_window, 0);
 }
 
 TEST(Config, UnknownFamily) {

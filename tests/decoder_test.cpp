@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
 #include <vector>
@@ -232,6 +233,35 @@ INSTANTIATE_TEST_SUITE_P(Models, Golden,
                            std::replace(name.begin(), name.end(), '-', '_');
                            return name;
                          });
+
+// Layers of Qwen2-MoE slide one by one: what the first layer's experts see tells whether it does.
+TEST(Qwen2Moe, SlidesLayerByLayer) {
+  const std::string source = golden_models + "/qwen2-moe-dynamic";
+  constexpr std::size_t window = 24, hidden = 32;
+  const auto ids = read_tensor<std::int32_t>(source + "/reference.safetensors", "input_ids");
+  const auto run = [&](const std::string& first, const std::string& second, bool use = true) {
+    const TemporaryDirectory directory;
+    directory.copy(source + "/model.safetensors");
+    auto config = nlohmann::json::parse(read_file(source + "/config.json"));
+    config["use_sliding_window"] = use, config["sliding_window"] = window;
+    config["layer_types"] = {first + "_attention", second + "_attention"};
+    if (first.empty()) config.erase("layer_types");
+    directory.write("config.json", config.dump());
+    return trace(load_decoder(directory.string()), std::span(ids).first(100));
+  };
+  const Trace full = run("full", "full"), last = run("full", "sliding"), one = run("sliding", "full"),
+              both = run("sliding", "sliding");
+  EXPECT_EQ(full.logits, run("full", "full", false).logits);
+  EXPECT_EQ(one.logits, run("", "").logits);
+  EXPECT_EQ(last.inputs.at(0), full.inputs.at(0));
+  EXPECT_EQ(one.inputs.at(0), both.inputs.at(0));
+  const auto same_rows = [](const std::vector<float>& a, const std::vector<float>& b, std::size_t width) {
+    return static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin()).first - a.begin()) / width;
+  };
+  EXPECT_EQ(same_rows(one.inputs.at(0), full.inputs.at(0), hidden), window);
+  EXPECT_EQ(same_rows(last.logits, full.logits, 64), window);
+  EXPECT_EQ(same_rows(both.logits, one.logits, 64), window);
+}
 
 // A copy of a golden model with one thing changed.
 Status load_changed(const std::string& model, const std::string& file, const std::string& from,

@@ -47,13 +47,14 @@ struct ModelConfig {
   int heads = 0, kv_heads = 0, head_dim = 0;
   int dense_intermediate = 0;
   int max_positions = 0;
-  int sliding_window = 0;  ///< 0: none
+  int sliding_window = 0;  ///< of the layers that slide; 0: none
   double rms_eps = 1e-6;
   bool tie_embeddings = false, attention_bias = false, qk_norm = false;
   RopeConfig rope;
 
   MoeSpec moe;               ///< of every MoE layer; scheme = the unquantized 16-bit one
   std::vector<bool> is_moe;  ///< per layer
+  std::vector<bool> slides;  ///< per layer: has the sliding window (of families that the decoder runs)
 };
 
 /// One tensor of a checkpoint.

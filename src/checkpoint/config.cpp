@@ -165,6 +165,7 @@ Result<ParsedConfig> parse_config(std::string_view text, const std::string& file
   config.moe.top_k = fields.integer({"num_experts_per_tok", "experts_per_token"}, {1, max_experts});
   config.moe.activation = read_activation(fields);
   config.is_moe.assign(static_cast<std::size_t>(config.layers), false);
+  config.slides.assign(config.is_moe.size(), true);
   parsed.family->read(fields, config);
   if (const nlohmann::json* found = fields.object({"quantization_config", "compression_config"}))
     parsed.quantization = *found;

@@ -29,8 +29,29 @@ void read_qwen_moe(Fields& fields, ModelConfig& config) {
   }
 }
 
+/// Which layers slide. Without layer_types as transformers derives them: every other one of the first
+/// max_window_layers.
+void read_layer_types(Fields& fields, ModelConfig& config) {
+  const int first = fields.integer({"max_window_layers"}, {0, max_size}, 28);
+  const nlohmann::json* types = fields.array({"layer_types"});
+  if (types != nullptr && types->size() != config.slides.size())
+    return fields.fail(
+        fmt::format("layer_types has {} entries; there are {} layers", types->size(), config.layers));
+  for (int layer = 0; layer < config.layers; ++layer) {
+    config.slides[layer] = layer % 2 == 0 && layer < first;
+    if (types == nullptr) continue;
+    const nlohmann::json& type = (*types)[static_cast<std::size_t>(layer)];
+    config.slides[layer] = type == "sliding_attention";
+    if (!config.slides[layer] && type != "full_attention")
+      return fields.fail(
+          fmt::format("layer_types holds {}; known: full_attention, sliding_attention", show_json(type)),
+          Code::unsupported);
+  }
+}
+
 void read_qwen2_moe(Fields& fields, ModelConfig& config) {
   read_qwen_moe(fields, config);
+  if (config.sliding_window > 0) read_layer_types(fields, config);
   config.attention_bias = fields.boolean({"qkv_bias"}, true);
   config.moe.shared.intermediate = fields.integer({"shared_expert_intermediate_size"}, {0, max_size});
   config.moe.shared.gated = true;

@@ -102,7 +102,8 @@ void Step::attend(const DecoderLayer& layer, int index, const ForwardHooks& hook
   const auto cached = [&](const Sequence::State::Rows& rows, float scale) {
     return CachedRows{fp8 ? nullptr : rows.values.data(), rows.codes.data(), scale};
   };
-  attention({config_.heads, config_.kv_heads, config_.head_dim, config_.sliding_window},
+  const int window = config_.slides[index] ? config_.sliding_window : 0;
+  attention({config_.heads, config_.kv_heads, config_.head_dim, window},
             {sequence_.queries.data(), cached(cache.keys, scales.key), cached(cache.values, scales.value),
              sequence_.length, tokens_},
             sequence_.attended.data(), threads_);
