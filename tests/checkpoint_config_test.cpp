@@ -268,7 +268,20 @@ TEST(Config, Rope) {
   expect_bad(scaled({{"rope_type", "yarn"}, {"type", "linear"}}), {"rope_type and type disagree"});
   expect_bad(scaled(7), {"rope_scaling", "7"});
   expect_bad(with(qwen3(), "rope_theta", -1), {"rope_theta", "-1"});
-  expect_bad(with(qwen3(), "partial_rotary_factor", 0.5), {"partial_rotary_factor"}, Code::unsupported);
+
+  // GLM-4.5's, in either place; whether it can be run is the decoder's to say.
+  EXPECT_EQ(good(qwen3()).rope.partial_rotary_factor, 1);
+  EXPECT_EQ(good(with(qwen3(), "partial_rotary_factor", 0.5)).rope.partial_rotary_factor, 0.5);
+  const json parameters = {{"rope_type", "default"}, {"rope_theta", 1e6}, {"partial_rotary_factor", 0.5}};
+  json glm = with(deepseek(), "model_type", "glm4_moe");
+  EXPECT_EQ(good(with(glm, "partial_rotary_factor", 0.5)).rope.partial_rotary_factor, 0.5);
+  glm = without(without(glm, "rope_theta"), "rope_scaling");
+  EXPECT_EQ(good(with(glm, "rope_parameters", parameters)).rope.partial_rotary_factor, 0.5);
+  for (const json& value : {json(-0.5), json(1.5), json("0.5")}) {
+    expect_bad(with(qwen3(), "partial_rotary_factor", value), {"partial_rotary_factor", value.dump()});
+    expect_bad(with(glm, "rope_parameters", with(parameters, "partial_rotary_factor", value)),
+               {"rope_parameters: partial_rotary_factor", value.dump()});
+  }
 }
 
 TEST(Config, Activation) {

@@ -328,6 +328,13 @@ TEST(BadModel, WrongShape) {
                Code::bad_file, {"model.layers.0.self_attn.k_proj.weight", "[16, 32]", "[32, 32]"});
 }
 
+TEST(BadModel, RotatesAPartOfAHead) {
+  const std::string theta = "\"rope_theta\": 10000.0";
+  expect_error(load_changed("mixtral-f16-tied-linear", "config.json", theta,
+                            theta + ", \"partial_rotary_factor\": 0.5"),
+               Code::unsupported, {"partial_rotary_factor is 0.5"});
+}
+
 // Whole checkpoints of other tools, which the library can read but the decoder cannot run.
 TEST(BadModel, Unsupported) {
   const char* root = std::getenv("GATEFOLD_CHECKPOINTS");

@@ -31,6 +31,7 @@ struct RopeConfig {
   enum class Type : std::uint8_t { standard, linear, dynamic, llama3, yarn };
   Type type = Type::standard;
   double theta = 10000.0;
+  double partial_rotary_factor = 1.0;  ///< of a head's channels, so many are rotated; 1 if not given
   double factor = 1.0;
   double original_max_positions = 0;
   double low_freq_factor = 1.0, high_freq_factor = 4.0;               // llama3

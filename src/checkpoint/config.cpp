@@ -12,6 +12,7 @@ namespace {
 
 constexpr RealRange positive{1e-30, 1e30};
 constexpr RealRange or_zero{0, 1e30};
+constexpr RealRange part{0, 1};
 
 /// A model that is part of another keeps its config in text_config; what it lacks is in the outer one.
 nlohmann::json flatten(nlohmann::json root) {
@@ -30,18 +31,19 @@ std::string known_families() {
   return list;
 }
 
-/// Where the rotary parameters are has moved: rope_theta and rope_scaling became rope_parameters.
+/// Where the rotary parameters are has moved: rope_theta, partial_rotary_factor and rope_scaling became
+/// rope_parameters.
 RopeConfig read_rope(Fields& fields, const ModelConfig& config) {
   RopeConfig rope;
   rope.theta = fields.real({"rope_theta"}, positive, rope.theta);
-  if (fields.real({"partial_rotary_factor"}, or_zero, 1.0) != 1.0)
-    fields.fail("partial_rotary_factor other than 1 is not supported", Code::unsupported);
+  rope.partial_rotary_factor = fields.real({"partial_rotary_factor"}, part, rope.partial_rotary_factor);
   const bool is_new = fields.has("rope_parameters");
   const nlohmann::json* object = fields.object({is_new ? "rope_parameters" : "rope_scaling"});
   if (object == nullptr) return rope;
 
   Fields scaling(*object, fields.where() + (is_new ? ": rope_parameters" : ": rope_scaling"));
   rope.theta = scaling.real({"rope_theta"}, positive, rope.theta);
+  rope.partial_rotary_factor = scaling.real({"partial_rotary_factor"}, part, rope.partial_rotary_factor);
   const std::string type = scaling.text({"rope_type", "type"}, "default");
   if (type == "default") {
   } else if (type == "linear") {

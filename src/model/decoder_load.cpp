@@ -147,6 +147,10 @@ Status check_supported(const ModelConfig& config, const DecoderOptions& options)
     return {Code::unsupported, fmt::format("the decoder does not run model_type {} (it runs {}); single MoE "
                                            "layers of it can be run",
                                            config.model_type, fmt::join(supported_types, ", "))};
+  if (config.rope.partial_rotary_factor != 1)
+    return {Code::unsupported,
+            fmt::format("partial_rotary_factor is {}: the decoder rotates all channels of a head",
+                        config.rope.partial_rotary_factor)};
   const bool has_dense = std::count(config.is_moe.begin(), config.is_moe.end(), false) > 0;
   if (has_dense && config.moe.activation.kind != Activation::Kind::swiglu)
     return {Code::unsupported, "the decoder runs dense MLP layers with SiLU only"};
