@@ -103,6 +103,35 @@ TEST_P(Conventions, LayerIsThat) {
   EXPECT_LE(std::sqrt(error / norm), 1e-5);
 }
 
+/// DeepSeek-V4's first layers have a table from tokens to experts in place of the correction bias.
+TEST(ChosenByToken, TheCallerGivesExperts) {
+  Files files = make_checkpoint("deepseek-v4-fp4");
+  FileTensor& bias = files.tensor(".gate.bias");
+  bias = {"layers.0.ffn.gate.tid2eid", "I64", {64, 1}, std::string(64 * sizeof(std::int64_t), '\0')};
+  const TemporaryDirectory directory;
+  files.write(directory.path());
+  const auto checkpoint = Checkpoint::open(directory.path());
+  ASSERT_TRUE(checkpoint) << checkpoint.status().message();
+  ASSERT_TRUE(checkpoint->chooses_by_token(0));
+  const auto experts = load_experts(*checkpoint, {});
+  ASSERT_TRUE(experts) << experts.status().message();
+  const MoeSpec& spec = experts->spec();
+  EXPECT_FALSE(spec.routing.correction_bias);
+  const auto plan = MoePlan::create(spec, {.max_tokens = 1, .threads = 1});
+  ASSERT_TRUE(plan) << plan.status().message();
+  std::vector<float> in(static_cast<std::size_t>(spec.hidden), 0.5f), out(in.size());
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  const std::int32_t id = 1;
+  const float weight = 1;
+  MoeInputs inputs{.hidden = {in.data(), DType::f32, 1, spec.hidden}};
+  const MoeOutputs outputs{.hidden = {out.data(), DType::f32, 1, spec.hidden}};
+  EXPECT_EQ(plan->run(*experts, inputs, outputs, workspace).code(), Code::invalid_argument);
+  inputs.topk_ids = &id, inputs.topk_weights = &weight;
+  const Status status = plan->run(*experts, inputs, outputs, workspace);
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float y) { return y != 0; }));
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Conventions, testing::Range(std::size_t{0}, all_kinds().size()),
                          [](const auto& info) {
                            std::string name = all_kinds()[info.param].name;

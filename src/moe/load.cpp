@@ -179,6 +179,8 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
   MoeSpec spec = config.moe;
   spec.scheme = options.scheme.value_or(*stored);
   if (!options.shared_expert) spec.shared = {};
+  // Where the caller gives the experts, no scores choose them.
+  if (checkpoint.chooses_by_token(layer)) spec.routing.correction_bias = false;
   if (options.device.kind == Device::Kind::cuda) spec.activation_rule = ScaleRule::standard;
   if (spec.shared.intermediate != 0) {
     const auto shared = checkpoint.shared_scheme(layer);
