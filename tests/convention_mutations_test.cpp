@@ -209,6 +209,12 @@ const std::vector<Mutation>& mutations() {
       {"awq-g64", "no zero points", drop(gate0 + ".qzeros"), {gate0 + ".qzeros"}},
       {"awq-g64", "twice the group", set("group_size", 128), {"scales", "group_size 128"}},
       {"awq-g64", "another layout", set("version", "gemv"), {"version", "gemv"}},
+      {"awq-g64",
+       "another file says another layout",
+       [](Files& f) {
+         f.side["quant_config.json"] = {{"version", "GEMV"}};
+       },
+       {"quant_config.json", "version", "gemm", "GEMV"}},
       {"awq-g64", "twice the bits", set("bits", 8), {"bits", "8"}},
       {"awq-g64",
        "said to be GPTQ",

@@ -103,6 +103,23 @@ TEST_P(Conventions, LayerIsThat) {
   EXPECT_LE(std::sqrt(error / norm), 1e-5);
 }
 
+/// AutoAWQ's two files spell the version in two ways, and have other names for the rest.
+TEST(SideFiles, AwqVersionInEitherCase) {
+  for (const auto& [config, side] : {std::pair{"gemm", "GEMM"}, {"GEMM", "gemm"}}) {
+    Files files = make_checkpoint("awq-g64");
+    files.quantization()["version"] = config;
+    files.side["quant_config.json"] = {
+        {"zero_point", true}, {"q_group_size", 64}, {"w_bit", 4}, {"version", side}};
+    const TemporaryDirectory directory;
+    files.write(directory.path());
+    const auto checkpoint = Checkpoint::open(directory.path());
+    ASSERT_TRUE(checkpoint) << checkpoint.status().message();
+    const auto stored = checkpoint->stored_scheme();
+    ASSERT_TRUE(stored) << stored.status().message();
+    EXPECT_EQ(*stored, SchemeId::uint4_g64);
+  }
+}
+
 /// DeepSeek-V4's first layers have a table from tokens to experts in place of the correction bias.
 TEST(ChosenByToken, TheCallerGivesExperts) {
   Files files = make_checkpoint("deepseek-v4-fp4");

@@ -30,8 +30,7 @@ Result<IntegerFormat> read_config(const nlohmann::json& quantization, const std:
   format.group = group == -1 ? 0 : group;
   if (!fields.boolean({"zero_point"}, true))
     fields.fail("zero_point is false, which is not supported", Code::unsupported);
-  std::string version = fields.text({"version"}, "gemm");
-  for (char& c : version) c = static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+  const std::string version = lower_case(fields.text({"version"}, "gemm"));
   if (version != "gemm")
     fields.fail(fmt::format("version is {}; gemm is known", quote(version)), Code::unsupported);
   if (!fields.status().ok()) return fields.status();

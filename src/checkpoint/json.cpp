@@ -56,6 +56,11 @@ std::string quote(std::string_view text) {
   return fmt::format("'{}'", printable(text));
 }
 
+std::string lower_case(std::string text) {
+  for (char& c : text) c = static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+  return text;
+}
+
 std::string show_json(const nlohmann::json& value) {
   return printable(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }

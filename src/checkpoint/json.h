@@ -72,6 +72,8 @@ Result<nlohmann::json> parse_json(std::string_view text, const std::string& file
 
 /// A string from a file, for messages: quoted, cut to a sensible length, control characters replaced.
 std::string quote(std::string_view text);
+/// Its ASCII letters in lower case.
+std::string lower_case(std::string text);
 /// A value from a file, for messages.
 std::string show_json(const nlohmann::json& value);
 

@@ -25,11 +25,17 @@ constexpr SideFile side_files[] = {{"quantize_config.json", "gptq", nullptr},
 constexpr const char* keys[] = {"quant_method", "quant_algo",        "bits",       "group_size", "desc_act",
                                 "sym",          "checkpoint_format", "zero_point", "version"};
 
+/// AutoAWQ writes its version as "gemm" into one file and as "GEMM" into the other.
+bool agree(std::string_view key, const nlohmann::json& a, const nlohmann::json& b) {
+  if (key != "version" || !a.is_string() || !b.is_string()) return a == b;
+  return lower_case(a.get<std::string>()) == lower_case(b.get<std::string>());
+}
+
 Status compare(const nlohmann::json& config, const std::string& config_path, const nlohmann::json& side,
                const std::string& path) {
   for (const char* key : keys) {
     const auto a = config.find(key), b = side.find(key);
-    if (a != config.end() && b != side.end() && !a->is_null() && !b->is_null() && *a != *b)
+    if (a != config.end() && b != side.end() && !a->is_null() && !b->is_null() && !agree(key, *a, *b))
       return {Code::bad_file, fmt::format("{}: quantization_config.{} is {}, but {} says {}", config_path,
                                           key, show_json(*a), path, show_json(*b))};
   }
