@@ -7,7 +7,7 @@ import struct
 import subprocess
 import tempfile
 
-from cli import CliTest, main, read_safetensors, SOURCE, TEXT, TINY, TOOL, tool, tool_json
+from cli import CliTest, main, read_safetensors, SOURCE, TEXT, TINY, TOOL, tool, tool_json, without_noreplace
 
 
 def write_safetensors(path, tensors):
@@ -196,6 +196,20 @@ class CommandsTest(CliTest):
         self.assertEqual(portable["kernel"], "cpu.portable.bf16")
         write_safetensors(path, {"hidden": ("BF16", [0, 256], b"")})
         self.assertEqual(tool_json(*run, "--force")["tokens"], 0)
+
+    def test_run_writes_where_a_rename_cannot_be_exclusive(self):
+        path, _ = self.hidden(0)
+        output = self.folder / "out"
+        run = ["run", TINY, "--layer", 0, "--input", path, "--output", output]
+        tool(*run, preexec_fn=without_noreplace)
+        first = output.read_bytes()
+        self.assertIn(b"exists", tool(*run, code=1, preexec_fn=without_noreplace).stderr)
+        tool(*run, "--force", preexec_fn=without_noreplace)
+        self.assertEqual(output.read_bytes(), first)
+        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["hidden0.safetensors", "out", "text"])
+        target = self.folder / "quantized"
+        tool("quantize", TINY, target, "--scheme", "int8", preexec_fn=without_noreplace)
+        self.assertTrue((target / "config.json").exists())
 
     def test_eval_takes_token_ids(self):
         header = str({"descr": "<i4", "fortran_order": False, "shape": (len(TEXT),)})

@@ -1,6 +1,5 @@
 #include "tools/tensors.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,6 +9,7 @@
 #include <limits>
 
 #include "checkpoint/convention.h"
+#include "checkpoint/staging.h"
 #include "gatefold/codec.h"
 #include "tools/interrupt.h"
 
@@ -106,8 +106,8 @@ Status write_tensors(const fs::path& file, std::span<const OutputTensor> tensors
   if (Status finished = writer->finish(); !finished.ok()) return finished;
   if (DeferInterrupts::pending()) return {Code::io_error, fmt::format("{}: interrupted", file.string())};
   const fs::path whole = folder.path() / "model.safetensors";
-  if (renameat2(AT_FDCWD, whole.c_str(), AT_FDCWD, file.c_str(), replace ? 0 : RENAME_NOREPLACE) != 0)
-    return system_error(file, errno);
+  if (!replace) return rename_new(whole, file);
+  if (rename(whole.c_str(), file.c_str()) != 0) return system_error(file, errno);
   return {};
 }
 

@@ -21,6 +21,21 @@ Status already_there(const fs::path& destination) {
 
 }  // namespace
 
+Status rename_new(const fs::path& from, const fs::path& to) {
+  // rename() would replace a file or an empty directory.
+  bool renamed = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0;
+  if (!renamed && (errno == EINVAL || errno == ENOSYS)) {  // not on this file system
+    std::error_code error;
+    if (fs::symlink_status(to, error).type() != fs::file_type::not_found) return already_there(to);
+    renamed = ::rename(from.c_str(), to.c_str()) == 0;
+  }
+  if (!renamed && errno == EEXIST) return already_there(to);
+  if (!renamed)
+    return {Code::io_error,
+            fmt::format("{}: cannot rename to {}: {}", from.string(), to.string(), std::strerror(errno))};
+  return {};
+}
+
 StagingDirectory::StagingDirectory(fs::path path, fs::path destination)
     : path_(std::move(path)), destination_(std::move(destination)) {}
 
@@ -48,18 +63,7 @@ Result<StagingDirectory> StagingDirectory::create(const fs::path& destination) {
 
 Status StagingDirectory::publish() {
   if (Status status = sync_path(path_); !status.ok()) return status;
-  // rename() would replace an empty directory.
-  bool renamed = ::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, destination_.c_str(), RENAME_NOREPLACE) == 0;
-  if (!renamed && (errno == EINVAL || errno == ENOSYS)) {  // not on this file system
-    std::error_code error;
-    if (fs::symlink_status(destination_, error).type() != fs::file_type::not_found)
-      return already_there(destination_);
-    renamed = ::rename(path_.c_str(), destination_.c_str()) == 0;
-  }
-  if (!renamed && errno == EEXIST) return already_there(destination_);
-  if (!renamed)
-    return {Code::io_error, fmt::format("{}: cannot rename to {}: {}", path_.string(), destination_.string(),
-                                        std::strerror(errno))};
+  if (Status status = rename_new(path_, destination_); !status.ok()) return status;
   path_.clear();
   return sync_path(destination_.parent_path());
 }

@@ -8,6 +8,9 @@
 
 namespace gatefold {
 
+/// Renames a file or directory. Error: there is something of that name (invalid_argument), which stays.
+Status rename_new(const std::filesystem::path& from, const std::filesystem::path& to);
+
 /// A temporary directory beside its destination. Unless publish() has succeeded it is removed with all it
 /// holds. Nothing that exists is ever replaced.
 class StagingDirectory {
