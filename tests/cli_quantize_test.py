@@ -122,6 +122,43 @@ class QuantizeTest(CliTest):
         self.assertLess(rows[1]["kl"], rows[0]["kl"])
         self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["gptq", "text"])
 
+    def test_options_that_would_be_ignored_are_refused(self):
+        """A calibration that was asked for and did not take place would look like one that did."""
+        recipe, missing, target = self.folder / "recipe", self.folder / "missing", self.folder / "target"
+        recipe.write_text(json.dumps({"rules": [{"modules": ".*", "scheme": "int8"}], "kv_cache": "fp8_e4m3"}))
+        quantize = ["quantize", TINY, target, "--scheme", "int4_g128"]
+        recommend = ["recommend", TINY, "-o", target, "--schemes", "mxfp4", "--calibration", self.text]
+        calibrated = ["--calibration", self.text, "--method"]
+        for args, option, need in (
+            (quantize + ["--calibration", missing], "--calibration", "--method gptq"),
+            (quantize + ["--method", "rtn", "--calibration", self.text], "--calibration", "kv_cache"),
+            (quantize + ["--calibration-tokens", 64], "--calibration-tokens", "--calibration"),
+            (quantize + ["--window", 64], "--window", "--calibration"),
+            (quantize[:3] + ["--recipe", recipe, "--window", 64], "--window", "--calibration"),
+            (quantize[:3] + ["--recipe", recipe, "--calibration", self.text, "--resume"], "--resume", "--method gptq"),
+            (quantize + ["--resume"], "--resume", "--method gptq"),
+            (quantize + ["--backend", "cuda"], "--backend", "--method gptq"),
+            (quantize + ["--damping", 0.1], "--damping", "--method gptq or smoothquant"),
+            (quantize + ["--all-experts"], "--all-experts", "--method gptq"),
+            (quantize + ["--min-samples", 9], "--min-samples", "--method gptq"),
+            (quantize + ["--activation-scale", "mse"], "--activation-scale", "--method awq or smoothquant"),
+            (quantize + ["--method", "gptq"], "--method", "--calibration"),
+            (quantize + calibrated + ["gptq", "--scale-search"], "--scale-search", "--method rtn"),
+            (quantize + calibrated + ["awq", "--allow-nonfinite"], "--allow-nonfinite", "--method rtn"),
+            (quantize + calibrated + ["awq", "--damping", 0.1], "--damping", "--method gptq or smoothquant"),
+            (quantize + calibrated + ["gptq", "--activation-scale", "mse"], "--activation-scale", "--method awq"),
+            (recommend + ["--damping", 0.1], "--damping", "--method gptq"),
+            (recommend + ["--all-experts"], "--all-experts", "--method gptq"),
+            (recommend + ["--method", "gptq", "--scale-search"], "--scale-search", "--method rtn"),
+        ):
+            with self.subTest(args=args):
+                error = tool_json(*args, code=1)["error"]
+                self.assertEqual(error["code"], "invalid_argument")
+                self.assertTrue(error["message"].startswith(option + " needs "), error)
+                self.assertIn(need, error["message"])
+        self.assertFalse(target.exists())
+        tool(*quantize, "--method", "rtn", "--scale-search", "--allow-nonfinite", "--backend", "cpu")
+
     def test_quantize_never_touches_what_exists(self):
         target = self.folder / "target"
         target.mkdir()

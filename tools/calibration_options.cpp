@@ -1,5 +1,7 @@
 #include "tools/calibration_options.h"
 
+#include <fmt/format.h>
+
 #include "checkpoint/mapped_file.h"
 #include "gatefold/decoder.h"
 #include "tools/interrupt.h"
@@ -7,6 +9,7 @@
 namespace gatefold::cli {
 
 void add_calibration_options(CLI::App* command, CalibrationOptions& options) {
+  options.command = command;
   command
       ->add_option_function<std::string>(
           "--method", [&options](const std::string& text) { options.method = find_method(text); },
@@ -30,6 +33,36 @@ void add_calibration_options(CLI::App* command, CalibrationOptions& options) {
   command->add_option("--window", options.calibrate.window, "Tokens that attend to each other")
       ->check(CLI::Range(2, 65536))
       ->capture_default_str();
+}
+
+Status check_calibration_options(const CalibrationOptions& options, bool reads_text) {
+  const auto& method = options.method;
+  const bool has_file = !options.file.empty(), on_cpu = options.calibrate.device.kind == Device::Kind::cpu;
+  const char* const any_method = "--method gptq, awq or smoothquant";
+  const struct {
+    const char* option;
+    bool is_met;
+    const char* need;
+  } needs[] = {
+      {"--method", !method || has_file, "--calibration FILE, unless it is rtn"},
+      {"--calibration", method || reads_text, "--method gptq, awq or smoothquant, or a recipe with kv_cache"},
+      {"--calibration-tokens", has_file, "--calibration FILE"},
+      {"--window", has_file, "--calibration FILE"},
+      {"--min-samples", method.has_value(), any_method},
+      {"--all-experts", method.has_value(), any_method},
+      {"--resume", method.has_value(), any_method},
+      {"--backend", method || on_cpu, "--method gptq, awq or smoothquant: rtn runs on the CPU"},
+      {"--damping", method && method != Method::awq, "--method gptq or smoothquant"},
+      {"--activation-scale", method && method != Method::gptq, "--method awq or smoothquant"},
+      {"--scale-search", !method, "--method rtn: the others search in their own way"},
+      {"--allow-nonfinite", !method, "--method rtn"},
+  };
+  for (const auto& [option, is_met, need] : needs) {
+    const CLI::Option* found = options.command->get_option_no_throw(option);
+    if (!is_met && found != nullptr && found->count() > 0)
+      return {Code::invalid_argument, fmt::format("{} needs {}", option, need)};
+  }
+  return {};
 }
 
 Result<std::vector<std::int32_t>> read_calibration(const CalibrationOptions& options,

@@ -12,7 +12,8 @@
 namespace gatefold::cli {
 
 struct CalibrationOptions {
-  std::optional<Method> method;  ///< none: round to nearest
+  const CLI::App* command = nullptr;  ///< that has them
+  std::optional<Method> method;       ///< none: round to nearest
   std::string file;
   std::int64_t limit = 131072;  ///< of tokens
   bool all_experts = false;
@@ -21,6 +22,9 @@ struct CalibrationOptions {
 
 /// --method, --calibration and what belongs to them.
 void add_calibration_options(CLI::App* command, CalibrationOptions& options);
+
+/// Error: an option that would be ignored, and what it needs. `reads_text`: without a method too.
+Status check_calibration_options(const CalibrationOptions& options, bool reads_text);
 
 /// The text of a byte-level model, or token ids.
 Result<std::vector<std::int32_t>> read_calibration(const CalibrationOptions& options,

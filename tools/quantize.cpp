@@ -78,10 +78,11 @@ Result<ConvertReport> rounded(const Options& options, const Checkpoint& source,
 Status quantize(const Options& options, Json* json) {
   const Result<Checkpoint> source = Checkpoint::open(options.source);
   if (!source) return source.status();
-  if (const auto& method = options.calibration.method; method && options.calibration.file.empty())
-    return {Code::invalid_argument, fmt::format("--method {} needs --calibration FILE", name(*method))};
   const auto recipe = read_optional_recipe(options.recipe);
   if (!recipe) return recipe.status();
+  const bool has_kv_cache = *recipe && (*recipe)->fp8_kv_cache;
+  if (Status status = check_calibration_options(options.calibration, has_kv_cache); !status.ok())
+    return status;
   const DeferInterrupts defer;
   Json details = Json::object();
   const Result<ConvertReport> report =

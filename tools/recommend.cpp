@@ -38,6 +38,7 @@ void print(const Recommendation& found) {
 }
 
 Status run(const Options& options, Json* json) {
+  if (Status status = check_calibration_options(options.calibration, true); !status.ok()) return status;
   const auto checkpoint = Checkpoint::open(options.directory);
   if (!checkpoint) return checkpoint.status();
   const auto tokens = read_calibration(options.calibration, *checkpoint);
