@@ -1,5 +1,6 @@
 """gatefold tokenize: text to token ids and back, by a model's tokenizer.json."""
 import argparse
+import os
 import pathlib
 import sys
 
@@ -40,17 +41,30 @@ def load(directory):
         raise ValueError(f"{file}: {error}") from None
 
 
+def write(file, content):
+    """What `content` writes into a binary file: whole, or the file stays as it was. Pipes and devices are no files."""
+    if file.exists() and not file.is_file():
+        with open(file, "wb") as out:
+            content(out)
+        return
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "xb") as out:
+            content(out)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def convert(options):
     tokenizer = load(options.DIR)
     if options.decode:
         ids = np.load(options.FILE, allow_pickle=False)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{options.FILE}: is {ids.dtype} {list(ids.shape)}, expected a vector of integers")
-        options.output.write_text(tokenizer.decode(ids.tolist()), encoding="utf-8")
+        text = tokenizer.decode(ids.tolist()).encode()
+        write(options.output, lambda out: out.write(text))
         return
     text = options.FILE.read_text(encoding="utf-8")
     ids = tokenizer.encode(text, add_special_tokens=options.special).ids
-    temporary = options.output.with_name(options.output.name + ".part")
-    with open(temporary, "wb") as out:
-        np.save(out, np.array(ids, np.int32))
-    temporary.replace(options.output)
+    write(options.output, lambda out: np.save(out, np.array(ids, np.int32)))

@@ -1,5 +1,6 @@
 """python -m gatefold tokenize, and the rest of the command line."""
 import json
+import resource
 import subprocess
 import sys
 
@@ -11,8 +12,8 @@ from common import TINY
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 
-def gatefold(*arguments):
-    return subprocess.run([sys.executable, "-m", "gatefold", *map(str, arguments)], capture_output=True, text=True)
+def gatefold(*arguments, **options):
+    return subprocess.run([sys.executable, "-m", "gatefold", *map(str, arguments)], capture_output=True, text=True, **options)
 
 
 @pytest.fixture
@@ -44,6 +45,27 @@ def test_ids_and_back(model):
     done = gatefold("eval", TINY, "--tokens", ids, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] > 0
+
+
+def test_failed_writes_leave_nothing(model):
+    """What was there stays, and no temporary file, when the disk is full."""
+    def full():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    (model / "text").write_text("a" * 4000)
+    np.save(model / "ids.npy", np.full(4000, ord("a"), np.int32))
+    for source, decode in (("text", []), ("ids.npy", ["--decode"])):
+        for output, content in (("new", None), ("old", b"precious")):
+            if content:
+                (model / output).write_bytes(content)
+            before = sorted(model.iterdir())
+            done = gatefold("tokenize", model, model / source, "-o", model / output, *decode, preexec_fn=full)
+            assert done.returncode == 1 and done.stderr.startswith("gatefold: "), done.stderr
+            assert sorted(model.iterdir()) == before
+            assert content is None or (model / output).read_bytes() == content
+            (model / output).unlink(missing_ok=True)
+    shown = gatefold("tokenize", model, model / "ids.npy", "-o", "/dev/stdout", "--decode")
+    assert shown.stdout == "a" * 4000, shown.stderr
 
 
 def test_generate(model):
