@@ -91,12 +91,13 @@ class Experts(torch.nn.Module):
     _PARTS = ("values", "scales", "zero_points", "tensor_scales")
     _directory = None
 
-    def __init__(self, spec, *, device="cpu", precision="native", weights_only=False, batch_invariant=False):
+    def __init__(self, spec, *, device="cpu", precision="native", weights_only=False, batch_invariant=False,
+                 fast_accumulation=False):
         """Without weights: load_state_dict() brings them. spec: gatefold.MoeSpec; the rest as for gatefold.pack."""
         super().__init__()
         self.spec = spec
         self._options = {"device": device, "precision": precision, "weights_only": weights_only,
-                         "batch_invariant": batch_invariant}
+                         "batch_invariant": batch_invariant, "fast_accumulation": fast_accumulation}
         self._forget_weights()
         self._allocate()
         if spec.bias:

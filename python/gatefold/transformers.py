@@ -43,7 +43,8 @@ _NAME = "gatefold"
 
 def register():
     """Makes the experts implementation "gatefold" known to transformers, also for FP8 experts. A module's weights are
-    packed when it first runs, and again when they have changed; the packed weights are held beside the model's own."""
+    packed when it first runs, and again when they have changed as torch counts changes, which leaves out those by way
+    of `.data`; the packed weights are held beside the model's own."""
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts_forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(_NAME, _experts_forward)
 

@@ -44,13 +44,14 @@ struct VectorArguments {
 
 struct PackOptions {
   std::string device, precision;
-  bool weights_only, batch_invariant;
+  bool weights_only, batch_invariant, fast_accumulation;
 
   PlanOptions plan() const {
     PlanOptions options;
     options.precision = to_precision(precision);
     options.weights_only = weights_only;
     options.batch_invariant = batch_invariant;
+    options.fast_accumulation = fast_accumulation;
     return options;
   }
 };
@@ -122,8 +123,8 @@ intermediate] and [experts, intermediate, hidden], as gpt-oss has them. Biases l
 [experts, 2 * intermediate], down_bias [experts, hidden].
 
 The router [experts, hidden] is needed by plans that are run on hidden states alone. act_dtype: the model's 16-bit
-type, 'bf16' or 'f16'; None: f16 if gate_up is, else bf16. precision, weights_only and batch_invariant: as for the
-plans that will run it (MoePlan.create); operators run it so.
+type, 'bf16' or 'f16'; None: f16 if gate_up is, else bf16. precision, weights_only, batch_invariant and
+fast_accumulation: as for the plans that will run it (MoePlan.create); operators run it so.
 
 Raises InvalidArgument for shapes, types or values (NaN, Inf) that cannot be packed, Unsupported if no kernel takes
 the layer, IoError if there is not enough memory.)";
@@ -207,15 +208,16 @@ void add_weights(nb::module_& m) {
           "pack",
           [](const MoeSpec& spec, nb::callable source, nb::object router, nb::object router_bias,
              nb::object correction_bias, nb::object gate_up_bias, nb::object down_bias,
-             const std::string& device, const std::string& precision, bool weights_only,
-             bool batch_invariant) {
+             const std::string& device, const std::string& precision, bool weights_only, bool batch_invariant,
+             bool fast_accumulation) {
             return pack_from(spec, std::move(source),
                              {router, router_bias, correction_bias, gate_up_bias, down_bias},
-                             {device, precision, weights_only, batch_invariant});
+                             {device, precision, weights_only, batch_invariant, fast_accumulation});
           },
           "spec"_a, "source"_a, nb::kw_only(), "router"_a = nb::none(), "router_bias"_a = nb::none(),
           "correction_bias"_a = nb::none(), "gate_up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
           "device"_a = "cpu", "precision"_a = "native", "weights_only"_a = false, "batch_invariant"_a = false,
+          "fast_accumulation"_a = false,
           "Packs what source(expert, 'gate' | 'up' | 'down') -> QuantizedMatrix gives, called once for each "
           "matrix. "
           "Memory: the packed layer and one expert.")
@@ -255,30 +257,32 @@ void add_weights(nb::module_& m) {
          const Activation& activation, const Routing& routing, nb::object router, nb::object router_bias,
          nb::object correction_bias, nb::object gate_up_bias, nb::object down_bias,
          std::optional<std::string> act_dtype, const std::string& device, const std::string& precision,
-         bool weights_only, bool batch_invariant, bool interleaved, bool transposed, bool scale_search) {
+         bool weights_only, bool batch_invariant, bool fast_accumulation, bool interleaved, bool transposed,
+         bool scale_search) {
         return pack(gate_up, down, scheme, top_k, activation, routing,
                     {router, router_bias, correction_bias, gate_up_bias, down_bias}, act_dtype,
-                    {device, precision, weights_only, batch_invariant}, interleaved, transposed,
-                    scale_search);
+                    {device, precision, weights_only, batch_invariant, fast_accumulation}, interleaved,
+                    transposed, scale_search);
       },
       "gate_up"_a, "down"_a, "scheme"_a, nb::kw_only(), "top_k"_a, "activation"_a = Activation{},
       "routing"_a = Routing{}, "router"_a = nb::none(), "router_bias"_a = nb::none(),
       "correction_bias"_a = nb::none(), "gate_up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
       "act_dtype"_a = nb::none(), "device"_a = "cpu", "precision"_a = "native", "weights_only"_a = false,
-      "batch_invariant"_a = false, "interleaved"_a = false, "transposed"_a = false, "scale_search"_a = false,
-      pack_doc);
+      "batch_invariant"_a = false, "fast_accumulation"_a = false, "interleaved"_a = false,
+      "transposed"_a = false, "scale_search"_a = false, pack_doc);
 
   m.def(
       "load_experts",
       [](const std::string& directory, int layer, std::optional<std::string> scheme,
          const std::string& device, const std::string& precision, bool weights_only, bool batch_invariant,
-         bool scale_search, bool shared_expert) {
-        return load(directory, layer, scheme, {device, precision, weights_only, batch_invariant},
-                    scale_search, shared_expert);
+         bool fast_accumulation, bool scale_search, bool shared_expert) {
+        return load(directory, layer, scheme,
+                    {device, precision, weights_only, batch_invariant, fast_accumulation}, scale_search,
+                    shared_expert);
       },
       "directory"_a, "layer"_a, "scheme"_a = nb::none(), nb::kw_only(), "device"_a = "cpu",
       "precision"_a = "native", "weights_only"_a = false, "batch_invariant"_a = false,
-      "scale_search"_a = false, "shared_expert"_a = true,
+      "fast_accumulation"_a = false, "scale_search"_a = false, "shared_expert"_a = true,
       "One layer of a Hugging Face checkpoint, router and (unless told otherwise) shared expert included; "
       "quantized on load if the checkpoint is not. scheme None: as stored. Raises BadFile, IoError, "
       "Unsupported, InvalidArgument.");

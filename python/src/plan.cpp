@@ -147,21 +147,25 @@ void add_plan(nb::module_& m) {
       .def_static(
           "create",
           [](std::shared_ptr<Layer> experts, int max_tokens, int threads, const std::string& precision,
-             bool weights_only, bool batch_invariant, bool debug_workspace, const std::string& kernel) {
+             bool weights_only, bool batch_invariant, bool fast_accumulation, bool debug_workspace,
+             const std::string& kernel) {
             PlanOptions options{.max_tokens = max_tokens,
                                 .threads = threads,
                                 .precision = to_precision(precision),
                                 .weights_only = weights_only,
                                 .debug_workspace = debug_workspace,
                                 .batch_invariant = batch_invariant,
+                                .fast_accumulation = fast_accumulation,
                                 .kernel = kernel};
             return std::make_unique<Plan>(std::move(experts), options);
           },
           "experts"_a, nb::kw_only(), "max_tokens"_a = 512, "threads"_a = 0, "precision"_a = "native",
-          "weights_only"_a = false, "batch_invariant"_a = false, "debug_workspace"_a = false, "kernel"_a = "",
+          "weights_only"_a = false, "batch_invariant"_a = false, "fast_accumulation"_a = false,
+          "debug_workspace"_a = false, "kernel"_a = "",
           R"(threads 0: OpenMP's default now. precision 'f32': without the roundings to 16 bit. weights_only:
 activations stay in 16 bit. batch_invariant: a token has the same bits whatever other tokens are in the call; on a CPU it
-always has, on a GPU it costs time where there are few tokens an expert. debug_workspace: canaries around every buffer,
+always has, on a GPU it costs time where there are few tokens an expert. fast_accumulation: a GPU adds up fp8 by fp8 (scales
+per tensor or row) with about 14 bits, which is faster and off by 1e-3. debug_workspace: canaries around every buffer,
 and on a GPU ids are checked, for which each call waits. kernel: only those whose name contains this. Kernels are those
 that `gatefold tune` found fastest here, if it has been run for this shape. Raises InvalidArgument, Unsupported.)")
       .def(

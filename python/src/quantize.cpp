@@ -196,8 +196,12 @@ void add_products(nb::module_& m) {
         const Tensor x(x_object, "x");
         x.expect_device(Device::cpu());
         const MatrixView view = x.matrix();
+        std::vector<nb::object> held;  // a sequence need not hold what it gives
         std::vector<const QuantizedMatrix*> matrices;
-        for (nb::handle w : weights) matrices.push_back(nb::cast<const QuantizedMatrix*>(w));
+        for (nb::handle w : weights) {
+          matrices.push_back(nb::cast<const QuantizedMatrix*>(w));
+          held.push_back(nb::borrow(w));
+        }
         const std::int64_t n = matrices.empty() ? 0 : matrices.front()->n;
         use_threads();
         std::vector<float> y(static_cast<std::size_t>(view.rows * n));

@@ -175,6 +175,19 @@ def test_products(scheme):
         gatefold.grouped_gemm(x, [0, 4, 2, 6], [w, w, w])
 
 
+def test_grouped_gemm_holds_what_a_sequence_gives():
+    weights = np.random.default_rng(2).standard_normal((64, HIDDEN)).astype(np.float32)
+
+    class Fresh(list):
+        def __iter__(self):
+            return (gatefold.quantize(weights, "int8") for _ in range(3))
+
+    x = np.random.default_rng(3).standard_normal((6, HIDDEN)).astype(np.float32)
+    w = gatefold.quantize(weights, "int8")
+    np.testing.assert_array_equal(gatefold.grouped_gemm(x, [0, 2, 2, 6], Fresh()),
+                                  gatefold.grouped_gemm(x, [0, 2, 2, 6], [w, w, w]))
+
+
 def bad_calls():
     x, ids, w = inputs(3)
     p = plan(max_tokens=4)
