@@ -49,6 +49,23 @@ TEST(TinyMoe, Opens) {
                              [](const auto& a, const auto& b) { return a.name < b.name; }));
 }
 
+/// Layers beyond the model's predict further tokens: they have routers, too.
+TEST(TinyMoe, RoutersOfAnyLayerAreNoLinearLayers) {
+  auto tensors = load_tensors(open_good(tiny_moe));
+  for (const char* module :
+       {"model.layers.3.mlp.shared_expert_gate", "model.layers.4.mlp.gate",
+        "model.layers.4.mlp.shared_expert_gate", "mtp.0.mlp.gate", "model.layers.4.eh_proj"})
+    tensors.push_back({std::string(module) + ".weight", "BF16", {1, 2}, "abcd"});
+  const TemporaryDirectory directory;
+  fs::copy(tiny_moe / "config.json", directory.path());
+  save_file(directory.path() / "model.safetensors", safetensors(tensors));
+  const auto before = open_good(tiny_moe).other_unquantized_layers();
+  const auto layers = open_good(directory.path()).other_unquantized_layers();
+  ASSERT_EQ(layers.size(), before.size() + 1);
+  EXPECT_TRUE(std::any_of(layers.begin(), layers.end(),
+                          [](const StoredLayer& layer) { return layer.module == "model.layers.4.eh_proj"; }));
+}
+
 /// tiny-moe with each layer's experts in two tensors.
 class FusedTinyMoe : public testing::Test {
  protected:

@@ -78,9 +78,6 @@ struct Checkpoint::State {
   bool is_known(const ExpertTensor& tensor) const {
     return tensor.layer < config.model.layers;  // beyond them: modules that predict several tokens
   }
-  std::string block_tensor(int layer, std::string_view what) const {
-    return fmt::format("{}.{}", names.block(layer), what);
-  }
 
   const fs::path directory;
   const std::string config_path, config_text;
@@ -198,7 +195,7 @@ Status Checkpoint::State::scan_block(int layer) const {
   if (status.ok()) status = check(names.router(layer) + ".bias", {moe.experts});
   if (status.ok()) status = check(names.correction_bias(layer), {moe.experts});
   if (status.ok() && moe.shared.gated)
-    status = check(block_tensor(layer, "shared_expert_gate.weight"), {1, moe.hidden});
+    status = check(names.shared_expert_gate(layer) + ".weight", {1, moe.hidden});
   return status;
 }
 
@@ -375,11 +372,6 @@ Result<bool> Checkpoint::fp8_kv_cache() const {
 
 std::vector<StoredLayer> Checkpoint::other_unquantized_layers() const {
   constexpr std::string_view suffix = ".weight";
-  std::set<std::string> special;
-  for (int layer = 0; layer < config().layers; ++layer) {
-    special.insert(state_->names.router(layer));
-    special.insert(state_->block_tensor(layer, "shared_expert_gate"));
-  }
   std::vector<StoredLayer> list;
   for (const TensorEntry& entry : tensors()) {
     const bool is_float =
@@ -387,7 +379,7 @@ std::vector<StoredLayer> Checkpoint::other_unquantized_layers() const {
     if (entry.shape.size() != 2 || !is_float || !entry.name.ends_with(suffix)) continue;
     std::string module = entry.name.substr(0, entry.name.size() - suffix.size());
     const bool embedding = module.find("embed", module.rfind('.') + 1) != std::string::npos;
-    if (embedding || special.contains(module) || is_expert_tensor(entry.name)) continue;
+    if (embedding || state_->names.is_router_or_gate(module) || is_expert_tensor(entry.name)) continue;
     if (quantized_module(entry).empty()) list.push_back({std::move(module), entry.shape[0], entry.shape[1]});
   }
   return list;
@@ -460,7 +452,7 @@ Result<TensorView> Checkpoint::shared_expert_gate(int layer) const {
   if (!config().moe.shared.gated)
     return Status{Code::invalid_argument,
                   directory().string() + ": the model has no gate of a shared expert"};
-  return tensor(state_->block_tensor(layer, "shared_expert_gate.weight"));
+  return tensor(state_->names.shared_expert_gate(layer) + ".weight");
 }
 
 std::vector<ExpertGroup> Checkpoint::expert_groups() const {

@@ -152,6 +152,7 @@ void read_gpt_oss(Fields& fields, ModelConfig& config) {
   config.is_moe.assign(config.is_moe.size(), true);
 }
 
+constexpr std::string_view kSharedExpertGate = "shared_expert_gate";
 constexpr std::string_view kProjections[3] = {"gate_proj", "up_proj", "down_proj"};
 
 constexpr Family family(std::string_view model_type, std::string_view shared,
@@ -243,6 +244,16 @@ std::string ModuleNames::router(int layer) const {
 
 std::string ModuleNames::correction_bias(int layer) const {
   return fmt::format("{}.{}", block(layer), family_->correction_bias);
+}
+
+std::string ModuleNames::shared_expert_gate(int layer) const {
+  return fmt::format("{}.{}", block(layer), kSharedExpertGate);
+}
+
+bool ModuleNames::is_router_or_gate(std::string_view module) const {
+  for (const std::string_view name : {family_->router, kSharedExpertGate})
+    if (module.ends_with(fmt::format(".{}.{}", family_->block, name))) return true;
+  return false;
 }
 
 Linear ModuleNames::expert(const MoeSpec& spec, int layer, int expert, Projection projection) const {

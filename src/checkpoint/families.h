@@ -54,6 +54,10 @@ class ModuleNames {
   /// "model.layers.3.mlp.gate"
   std::string router(int layer) const;
   std::string correction_bias(int layer) const;
+  std::string shared_expert_gate(int layer) const;
+  /// Whether a module is a router or the gate of a shared expert, of any block: layers that predict several
+  /// tokens have numbers beyond the model's, or names of their own ("mtp.0.ffn.gate").
+  bool is_router_or_gate(std::string_view module) const;
   Linear expert(const MoeSpec& spec, int layer, int expert, Projection projection) const;
   Linear fused_expert(const MoeSpec& spec, int layer, int expert, Projection projection) const;
   Linear shared_expert(const MoeSpec& spec, int layer, Projection projection) const;
