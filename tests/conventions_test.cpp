@@ -149,6 +149,40 @@ TEST(ChosenByToken, TheCallerGivesExperts) {
   EXPECT_TRUE(std::any_of(out.begin(), out.end(), [](float y) { return y != 0; }));
 }
 
+/// The first pattern of the file that matches decides; sorted, the second comes first.
+TEST(Gptq, DynamicHasAnOrder) {
+  Files files = make_checkpoint("gptq-sym-g128");
+  files.quantization()["bits"] = 8;
+  files.quantization()["dynamic"] = "HERE";
+  const auto stored = [&](const std::string& dynamic, const char* side = nullptr) {
+    const TemporaryDirectory directory;
+    files.write(directory.path());
+    const auto put = [&](const std::string& name, std::string text) {
+      const std::size_t at = text.find("\"HERE\"");
+      if (at != std::string::npos) text.replace(at, 6, dynamic);
+      save_file(directory.path() / name, text);
+    };
+    put("config.json", load_file(directory.path() / "config.json"));
+    if (side != nullptr) {
+      nlohmann::json config = files.config;
+      config.erase("quantization_config");
+      put("config.json", config.dump());
+      put(side, files.quantization().dump());
+    }
+    const auto checkpoint = Checkpoint::open(directory.path());
+    if (!checkpoint) return checkpoint.status().message();
+    return std::string(scheme(*checkpoint->stored_scheme()).name);
+  };
+  const std::string four = R"("+:.*experts": {"bits": 4})", eight = R"("+:.*": {"desc_act": false})";
+  for (const char* side : {static_cast<const char*>(nullptr), "quantize_config.json"}) {
+    EXPECT_EQ(stored("{" + four + "," + eight + "}", side), "int4_g128");
+    EXPECT_NE(stored("{" + eight + "," + four + "}", side).find("bits 8"), std::string::npos);
+  }
+  EXPECT_NE(stored("7").find("dynamic is 7"), std::string::npos) << stored("7");
+  EXPECT_NE(stored("[7]").find("dynamic has 7"), std::string::npos) << stored("[7]");
+  EXPECT_NE(stored(R"({"a": 7})").find("dynamic['a'] is not an object"), std::string::npos);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Conventions, testing::Range(std::size_t{0}, all_kinds().size()),
                          [](const auto& info) {
                            std::string name = all_kinds()[info.param].name;

@@ -137,7 +137,7 @@ void set_dtype(ModelConfig& config, DType dtype) {
 }
 
 Result<ParsedConfig> parse_config(std::string_view text, const std::string& file) {
-  auto root = parse_json(text, file);
+  auto root = parse_json(text, file, ordered_key);
   if (!root) return root.status();
   const nlohmann::json json = flatten(std::move(*root));
   Fields fields(json, file);

@@ -17,6 +17,9 @@ inline constexpr int max_size = (1 << 21) - 1;
 inline constexpr int max_layers = 4096;
 inline constexpr int max_experts = 1 << 16;
 
+/// Of a quantization_config: GPTQ's patterns, of which the first that matches decides.
+inline constexpr const char* ordered_key = "dynamic";
+
 struct ParsedConfig {
   ModelConfig model;
   const Family* family = nullptr;

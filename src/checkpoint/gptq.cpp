@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/companion_reader.h"
+#include "checkpoint/config.h"
 #include "checkpoint/conventions.h"
 #include "checkpoint/fields.h"
 #include "checkpoint/integer_matrix.h"
@@ -66,10 +67,14 @@ Result<Config> read_config(const nlohmann::json& quantization, const std::string
   parsed.version = format == "gptq_v2" ? 2 : 1;
   if (const std::string type = fields.text({"pack_dtype"}, "int32"); type != "int32")
     fields.fail(fmt::format("pack_dtype is {}; int32 is known", quote(type)), Code::unsupported);
-  const nlohmann::json* dynamic = fields.object({"dynamic"});
+  const nlohmann::json* dynamic = fields.array({ordered_key});
   if (!fields.status().ok()) return fields.status();
   if (dynamic == nullptr) return parsed;
-  for (const auto& [key, value] : dynamic->items()) {
+  for (const nlohmann::json& entry : *dynamic) {
+    if (!entry.is_array() || entry.size() != 2 || !entry[0].is_string())
+      return Status(Code::bad_file, fmt::format("{}.dynamic has {}", fields.where(), show_json(entry)));
+    const std::string key = entry[0].get<std::string>();
+    const nlohmann::json& value = entry[1];
     if (key.starts_with("-:")) continue;  // leaves modules unquantized: their tensors say so
     const std::string where = fmt::format("{}.dynamic[{}]", fields.where(), quote(key));
     auto pattern = NamePattern::compile(std::string_view(key).substr(key.starts_with("+:") ? 2 : 0));

@@ -20,6 +20,7 @@ std::string printable(std::string_view text) {
 
 class TreeBuilder final : public JsonVisitor {
  public:
+  explicit TreeBuilder(std::string ordered) : ordered_(std::move(ordered)) {}
   nlohmann::json take() { return std::move(root_); }
 
  private:
@@ -29,7 +30,8 @@ class TreeBuilder final : public JsonVisitor {
   }
   Status begin(bool is_object) override {
     nlohmann::json& here = place();
-    here = is_object ? nlohmann::json::object() : nlohmann::json::array();
+    const bool is_ordered = !ordered_.empty() && key(depth() - 1) == ordered_;
+    here = is_object && !is_ordered ? nlohmann::json::object() : nlohmann::json::array();
     open_.push_back(&here);
     return {};
   }
@@ -43,9 +45,12 @@ class TreeBuilder final : public JsonVisitor {
     nlohmann::json& container = *open_.back();
     if (container.is_object()) return container[key(depth() - 1)];
     container.push_back(nullptr);
-    return container.back();
+    if (!in_object()) return container.back();
+    container.back() = {key(depth() - 1), nullptr};
+    return container.back()[1];
   }
 
+  const std::string ordered_;
   nlohmann::json root_ = nlohmann::json::object();
   std::vector<nlohmann::json*> open_{&root_};
 };
@@ -118,8 +123,9 @@ bool JsonVisitor::check(Status status) {
   return false;
 }
 
-Result<nlohmann::json> parse_json(std::string_view text, const std::string& file) {
-  TreeBuilder tree;
+Result<nlohmann::json> parse_json(std::string_view text, const std::string& file,
+                                  const std::string& ordered) {
+  TreeBuilder tree(ordered);
   if (Status status = tree.parse(text, file); !status.ok()) return status;
   return tree.take();
 }

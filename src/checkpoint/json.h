@@ -67,8 +67,10 @@ class JsonVisitor : private nlohmann::json_sax<nlohmann::json> {
   Status status_;
 };
 
-/// The whole text as a tree.
-Result<nlohmann::json> parse_json(std::string_view text, const std::string& file);
+/// The whole text as a tree. Trees sort keys: objects under the key `ordered`, whose order means something,
+/// become arrays of [key, value].
+Result<nlohmann::json> parse_json(std::string_view text, const std::string& file,
+                                  const std::string& ordered = {});
 
 /// A string from a file, for messages: quoted, cut to a sensible length, control characters replaced.
 std::string quote(std::string_view text);

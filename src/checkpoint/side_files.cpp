@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/config.h"
 #include "checkpoint/json.h"
 #include "checkpoint/mapped_file.h"
 
@@ -52,7 +53,7 @@ Status read_side_files(const std::filesystem::path& directory, const std::string
     if (!std::filesystem::exists(path, ignored)) continue;
     const auto text = read_text(path, max_bytes);
     if (!text) return text.status();
-    auto parsed = parse_json(*text, path.string());
+    auto parsed = parse_json(*text, path.string(), ordered_key);
     if (!parsed) return parsed.status();
     if (file.member != nullptr) {
       const auto member = parsed->find(file.member);
