@@ -182,6 +182,29 @@ TEST_F(Fp8Model, IsWrittenAndReadBack) {
   EXPECT_TRUE(*open_checkpoint((folder_ / "same").string()).fp8_kv_cache());
 }
 
+/// What is quantized anew would keep the factors, but lose the scheme.
+TEST_F(Fp8Model, IsNotQuantizedAgain) {
+  ConvertOptions options;
+  options.recipe = fp8_cache();
+  ASSERT_TRUE(convert(open_checkpoint(tiny_moe), folder_ / "out", options));
+  const Checkpoint source = open_checkpoint((folder_ / "out").string());
+  const auto expect_refused = [](const Status& status) {
+    EXPECT_NE(status.message().find("its KV cache is quantized already"), std::string::npos)
+        << status.message();
+  };
+  expect_refused(convert(source, folder_ / "x", options).status());
+  expect_refused(convert(source, folder_ / "x", {.scheme = SchemeId::mxfp4}).status());
+  expect_refused(calibrate(source, folder_ / "x", ids_, {.scheme = SchemeId::mxfp4}).status());
+
+  // Factors that nothing refers to.
+  std::string config = read_file(folder_ / "out" / "config.json");
+  const std::size_t begin = config.find("\"kv_cache_scheme\": {"), end = config.find('}', begin) + 1;
+  std::ofstream(folder_ / "out" / "config.json") << config.replace(begin, end - begin, "\"unused\": 0");
+  const auto twice = convert(open_checkpoint((folder_ / "out").string()), folder_ / "x", options).status();
+  EXPECT_NE(twice.message().find("self_attn.k_scale' would be written twice"), std::string::npos)
+      << twice.message();
+}
+
 TEST_F(Fp8Model, WhatIsRefused) {
   ConvertOptions options;
   options.recipe = fp8_cache();

@@ -210,6 +210,19 @@ TEST_F(WrittenByRecipe, DenseLayers) {
                          parse(R"({"rules": [{"modules": ".*", "scheme": "fp8_channel_afp8"}]})"));
 }
 
+/// Nothing is quantized twice, and nothing that was is taken for unquantized.
+TEST_F(WrittenByRecipe, IsNotQuantizedAgain) {
+  const Checkpoint attention =
+      write(tiny_moe, parse(R"({"rules": [{"modules": ".*self_attn", "scheme": "fp8_block"}]})"));
+  EXPECT_EQ(*attention.stored_scheme(), SchemeId::bf16);
+  const ConvertOptions again{.scheme = SchemeId::mxfp4};
+  expect_words(convert(attention, folder_ / "again", again).status(),
+               {"layers.0.self_attn.k_proj is quantized already", "compressed-tensors", "16 such layers"});
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "again"));
+  expect_words(calibrate(attention, folder_ / "again", tokens(attention, 512), {}).status(),
+               {"layers.0.self_attn.k_proj is quantized already"});
+}
+
 TEST_F(WrittenByRecipe, IsARowOfCompare) {
   const Checkpoint source = open_checkpoint(tiny_moe), written = write(tiny_moe, parse(mixed));
   const std::string text = read_file(tiny_moe + "/valid.txt").substr(0, 2048);

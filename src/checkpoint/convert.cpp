@@ -15,6 +15,7 @@
 #include "checkpoint/fused_amax.h"
 #include "checkpoint/plain_view.h"
 #include "checkpoint/safetensors_writer.h"
+#include "checkpoint/quantizable.h"
 #include "checkpoint/staging.h"
 #include "gatefold/checkpoint.h"
 
@@ -407,12 +408,7 @@ Status check_source(const Checkpoint& source) {
   if (find_family(source.config().model_type) == nullptr)
     return {Code::unsupported,
             fmt::format("{}: no family '{}'", source.directory().string(), source.config().model_type)};
-  const Result<SchemeId> stored = source.stored_scheme();
-  if (stored.ok() && !scheme(*stored).weight.quantized()) return {};
-  return {Code::invalid_argument,
-          fmt::format("{}: its experts are quantized already ({}, {}); convert the unquantized model instead",
-                      source.directory().string(), source.convention(),
-                      stored.ok() ? scheme(*stored).name : stored.status().message())};
+  return check_unquantized(source);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "checkpoint/json.h"
 #include "checkpoint/name_pattern.h"
+#include "checkpoint/quantizable.h"
 #include "gatefold/checkpoint.h"
 #include "gatefold/recipe.h"
 
@@ -113,17 +114,6 @@ Result<std::optional<SchemeId>> scheme_of_experts(Rules& rules, const Checkpoint
         return status;
     }
   return first->scheme;
-}
-
-Status check_unquantized(const Checkpoint& checkpoint) {
-  const std::vector<StoredLayer> others = checkpoint.other_quantized_layers();
-  const auto stored = checkpoint.stored_scheme();
-  const bool plain = stored.ok() && !scheme(*stored).weight.quantized();
-  if (plain && others.empty()) return {};
-  return {Code::invalid_argument,
-          fmt::format("{}: {} quantized already ({}); a recipe needs the unquantized model",
-                      checkpoint.directory().string(),
-                      plain ? others.front().module + " is" : "its experts are", checkpoint.convention())};
 }
 
 }  // namespace

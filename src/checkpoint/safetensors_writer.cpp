@@ -9,7 +9,9 @@
 #include <cerrno>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <set>
 
+#include "checkpoint/json.h"
 #include "checkpoint/safetensors.h"
 
 namespace gatefold {
@@ -82,6 +84,11 @@ std::uint64_t PlannedTensor::bytes() const {
 Result<SafetensorsWriter> SafetensorsWriter::create(std::filesystem::path directory,
                                                     std::vector<PlannedTensor> tensors,
                                                     std::uint64_t shard_bytes) {
+  std::set<std::string_view> names;
+  for (const PlannedTensor& tensor : tensors)
+    if (!names.insert(tensor.name).second)
+      return Status(Code::invalid_argument, fmt::format("{}: tensor {} would be written twice",
+                                                        directory.string(), quote(tensor.name)));
   SafetensorsWriter writer;
   writer.directory_ = std::move(directory);
   writer.tensors_ = std::move(tensors);

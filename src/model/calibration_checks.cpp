@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/quantizable.h"
 #include "model/eval.h"
 
 namespace gatefold {
@@ -28,10 +29,7 @@ Status check_calibration(const Checkpoint& source, std::span<const std::int32_t>
   for (std::size_t i = 0; i < tokens.size(); ++i)
     if (tokens[i] < 0 || tokens[i] >= vocab)
       return {Code::invalid_argument, fmt::format("token {} is {}: not in [0, {})", i, tokens[i], vocab)};
-  const auto stored = source.stored_scheme();
-  if (stored && !scheme(*stored).weight.quantized()) return {};
-  return {Code::invalid_argument,
-          fmt::format("{}: its experts are quantized already", source.directory().string())};
+  return check_unquantized(source);
 }
 
 }  // namespace gatefold
