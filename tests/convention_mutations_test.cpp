@@ -57,6 +57,11 @@ void version2(Files& files) {
   files.quantization().erase("format");
 }
 
+void add_bias(Files& files) {
+  files.tensors.push_back(
+      {"model.layers.0.mlp.experts.1.up_proj.bias", "F16", {128}, std::string(255, '\0') + '\1'});
+}
+
 const std::string gate0 = "experts.0.gate_proj", down1 = "experts.1.down_proj";
 const std::string gate0_path = "model.layers.0.mlp.experts.0.gate_proj";
 
@@ -198,6 +203,7 @@ const std::vector<Mutation>& mutations() {
        {"awq"}},
       {"gptq-asym-g64", "symmetric", set("sym", true), {"qzeros", "sym"}},
       {"gptq-asym-g64", "version 2", version2, {"qzeros", "checkpoint_format"}},
+      {"gptq-sym-g128", "a bias", add_bias, {"experts.1.up_proj.bias", "no biases"}},
       {"gptq-sym-g64-actorder", "no order", drop(gate0 + ".g_idx"), {gate0 + ".g_idx"}},
       {"gptq-sym-g64-actorder", "order not said", set("desc_act", false), {"g_idx", "desc_act"}},
       {"gptq-sym-g64-actorder",
@@ -260,6 +266,7 @@ const std::vector<Mutation>& mutations() {
       // ModelOpt
       {"modelopt-fp8", "no input scale", drop(gate0 + ".input_scale"), {gate0 + ".input_scale"}},
       {"modelopt-fp8", "no scale", drop(gate0 + ".weight_scale"), {gate0 + ".weight", "weight_scale"}},
+      {"modelopt-fp8", "a bias", add_bias, {"experts.1.up_proj.bias", "no biases"}},
       {"modelopt-fp8",
        "said to be NVFP4",
        [](Files& f) { f.quantization()["quant_algo"] = "NVFP4", f.quantization().erase("config_groups"); },

@@ -335,6 +335,12 @@ TEST(BadModel, RotatesAPartOfAHead) {
                Code::unsupported, {"partial_rotary_factor is 0.5"});
 }
 
+// A bias that the config does not ask for would be left out without a word.
+TEST(BadModel, BiasThatNothingAdds) {
+  expect_error(load_changed("qwen2-moe-dynamic", "config.json", "\"qkv_bias\": true", "\"qkv_bias\": false"),
+               Code::unsupported, {"model.layers.0.self_attn.q_proj.bias", "without bias"});
+}
+
 // Whole checkpoints of other tools, which the library can read but the decoder cannot run.
 TEST(BadModel, Unsupported) {
   const char* root = std::getenv("GATEFOLD_CHECKPOINTS");

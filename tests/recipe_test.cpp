@@ -223,6 +223,37 @@ TEST_F(WrittenByRecipe, IsNotQuantizedAgain) {
                {"layers.0.self_attn.k_proj is quantized already"});
 }
 
+/// Biases stay beside the layers that they belong to, and are added; also by conventions that know biases.
+TEST_F(WrittenByRecipe, BiasesSurviveConversion) {
+  const std::string model = golden_models + "/qwen2-moe-dynamic";
+  const auto loss = [&](const std::string& directory) {
+    const Checkpoint checkpoint = open_checkpoint(directory);
+    const auto result =
+        evaluate(load_decoder(directory, {.weights_only = true}), tokens(checkpoint, 96), {.window = 32});
+    EXPECT_TRUE(result) << result.status().message();
+    return result->nats_per_token;
+  };
+  for (const auto& [scheme, to] :
+       {std::pair("int4_channel", "gptq"), std::pair("fp8_channel_afp8", "modelopt")}) {
+    const std::string rules = R"({"rules": [{"modules": ".*", "scheme": ")" + std::string(scheme) + R"("}]})";
+    const Checkpoint source = write(model, parse(rules));
+    const double expected = loss((folder_ / "out").string());
+    const auto there = rewrite(source, folder_ / "there", {.to = to});
+    ASSERT_TRUE(there) << there.status().message();
+    EXPECT_EQ(loss((folder_ / "there").string()), expected) << to;
+    const auto back = rewrite(open_checkpoint((folder_ / "there").string()), folder_ / "back",
+                              {.to = "compressed-tensors"});
+    ASSERT_TRUE(back) << back.status().message();
+    EXPECT_EQ(loss((folder_ / "back").string()), expected) << to;
+    const Checkpoint copy = open_checkpoint((folder_ / "back").string());
+    const std::string bias = "model.layers.1.self_attn.q_proj.bias";
+    const auto a = source.tensor(bias), b = copy.tensor(bias);
+    ASSERT_TRUE(a && b);
+    EXPECT_EQ(std::memcmp(a->data, b->data, a->bytes), 0);
+    for (const char* name : {"out", "there", "back"}) std::filesystem::remove_all(folder_ / name);
+  }
+}
+
 TEST_F(WrittenByRecipe, IsARowOfCompare) {
   const Checkpoint source = open_checkpoint(tiny_moe), written = write(tiny_moe, parse(mixed));
   const std::string text = read_file(tiny_moe + "/valid.txt").substr(0, 2048);

@@ -201,6 +201,28 @@ TEST_F(Rewrite, LayersOfSeveralSchemes) {
                {"self_attn.q_proj", "no place in gptq"});
 }
 
+/// Of experts they are zeros or an error; of other layers they are kept.
+TEST_F(Rewrite, BiasesOfOtherLayersAreKept) {
+  Files files = make_checkpoint("gptq-sym-g128");
+  const std::string from = "model.layers.0.mlp.experts.0.gate_proj", to = "model.layers.0.self_attn.q_proj";
+  for (FileTensor tensor : std::vector<FileTensor>(files.tensors))
+    if (tensor.name.starts_with(from)) {
+      tensor.name = to + tensor.name.substr(from.size());
+      files.tensors.push_back(tensor);
+    }
+  files.tensors.push_back({from + ".bias", "F16", {128}, std::string(256, '\0')});
+  files.tensors.push_back({to + ".bias", "F16", {128}, std::string(256, '\1')});
+  const Checkpoint source = save(files, "biased");
+  for (const char* name : {"awq", "gptq", "compressed-tensors"}) {
+    ASSERT_TRUE(rewrite(source, root_.path() / name, {.to = name}));
+    const Checkpoint copy = open(root_.path() / name);
+    const auto bias = copy.tensor(to + ".bias");
+    ASSERT_TRUE(bias) << bias.status().message();
+    EXPECT_EQ(std::string(256, '\1'), std::string(reinterpret_cast<const char*>(bias->data), bias->bytes));
+    EXPECT_EQ(copy.find(from + ".bias"), nullptr);
+  }
+}
+
 TEST_F(Rewrite, RefusesScalesThatDoNotFit) {
   Files files = make_checkpoint("ct-w4a16-g128-rtn");
   const std::uint16_t tiny = 0x1080;  // 5e-29 in bf16

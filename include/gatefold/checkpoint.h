@@ -142,7 +142,8 @@ class Checkpoint {
   /// Unquantized ones, in the order of their names: every matrix but embeddings, routers and the gates of
   /// shared experts.
   std::vector<StoredLayer> other_unquantized_layers() const;
-  /// The module that a tensor belongs to if the module is quantized; else empty.
+  /// The module that a tensor belongs to if the module is quantized; else empty, as for biases, which are
+  /// stored as they are.
   std::string quantized_module(const TensorEntry& entry) const;
   /// "model.layers.0.mlp.experts.3.gate_proj": where the matrix is, or would be if experts were not fused.
   std::string expert_module(int layer, int expert, Projection projection) const;

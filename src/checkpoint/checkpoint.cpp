@@ -73,6 +73,7 @@ struct Checkpoint::State {
   Status scan_block(int layer) const;
 
   Result<Linear> locate(int layer, int expert, Projection projection) const;
+  Result<ExpertMatrix> read_expert(const Linear& linear) const;
   Result<SchemeId> shared_scheme(int layer) const;
   Status check_moe_layer(int layer) const;
   bool is_known(const ExpertTensor& tensor) const {
@@ -199,6 +200,17 @@ Status Checkpoint::State::scan_block(int layer) const {
   return status;
 }
 
+/// Of a routed or a shared expert, to which nothing adds a bias of its own. Some writers give every layer one
+/// of zeros.
+Result<ExpertMatrix> Checkpoint::State::read_expert(const Linear& linear) const {
+  if (const TensorEntry* bias = source.find(linear.module + ".bias")) {
+    const TensorView view = source.view(*bias);
+    if (std::any_of(view.data, view.data + view.bytes, [](std::byte byte) { return byte != std::byte{0}; }))
+      return Status{Code::unsupported, source.where(*bias) + ": experts of this family have no biases"};
+  }
+  return reader->read(linear);
+}
+
 Result<SchemeId> Checkpoint::State::shared_scheme(int layer) const {
   std::optional<SchemeId> first;
   for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
@@ -314,7 +326,7 @@ Result<SchemeId> Checkpoint::stored_scheme(int layer) const {
 Result<ExpertMatrix> Checkpoint::expert(int layer, int expert, Projection projection) const {
   const auto linear = state_->locate(layer, expert, projection);
   if (!linear) return linear.status();
-  return state_->reader->read(*linear);
+  return state_->read_expert(*linear);
 }
 
 Result<std::vector<std::int32_t>> Checkpoint::input_order(int layer, int expert,
@@ -342,7 +354,7 @@ Result<std::vector<float>> Checkpoint::expert_biases(int layer, Projection proje
 std::string Checkpoint::quantized_module(const TensorEntry& entry) const {
   for (const bool fused : {false, true})
     for (const std::string_view suffix : state_->reader->suffixes(fused)) {
-      if (suffix.empty() || !entry.name.ends_with(suffix)) continue;
+      if (suffix.empty() || suffix == ".bias" || !entry.name.ends_with(suffix)) continue;
       std::string module = entry.name.substr(0, entry.name.size() - suffix.size());
       if (state_->reader->quantized(module)) return module;
     }
@@ -437,7 +449,7 @@ Result<ExpertMatrix> Checkpoint::shared_expert(int layer, Projection projection)
   if (Status status = state_->check_moe_layer(layer); !status.ok()) return status;
   if (config().moe.shared.intermediate == 0)
     return Status{Code::invalid_argument, directory().string() + ": the model has no shared expert"};
-  return state_->reader->read(state_->names.shared_expert(config().moe, layer, projection));
+  return state_->read_expert(state_->names.shared_expert(config().moe, layer, projection));
 }
 
 Result<SchemeId> Checkpoint::shared_scheme(int layer) const {

@@ -90,7 +90,7 @@ Result<Config> read_config(const nlohmann::json& quantization, const std::string
 struct Parts {
   QuantizedMatrix matrix;
   Options options;
-  const TensorEntry *codes = nullptr, *zeros = nullptr, *scales = nullptr, *groups = nullptr, *bias = nullptr;
+  const TensorEntry *codes = nullptr, *zeros = nullptr, *scales = nullptr, *groups = nullptr;
 };
 
 class Reader final : public CompanionReader<Parts> {
@@ -115,7 +115,6 @@ class Reader final : public CompanionReader<Parts> {
 
  private:
   Status load(const Linear& linear, Parts& parts) const override {
-    if (Status status = check_bias(parts); !status.ok()) return status;
     auto order = groups_of(parts, linear.k);
     if (!order) return order.status();
 
@@ -173,7 +172,6 @@ class Reader final : public CompanionReader<Parts> {
     const bool is_short = format.group != 0 && linear.k % format.group != 0;
     if (finder.has(".g_idx") || parts.options.act_order || is_short)
       parts.groups = finder.require(".g_idx", {linear.k}, kI32);
-    if (finder.has(".bias")) parts.bias = finder.require(".bias", {linear.n}, kWideDtypes);
     if (linear.k * format.bits % 32 != 0 || linear.n * format.bits % 32 != 0)
       finder.fail(Code::unsupported, fmt::format("{} x {} codes of {} bits do not fill whole words", linear.n,
                                                  linear.k, format.bits));
@@ -257,16 +255,6 @@ class Reader final : public CompanionReader<Parts> {
                 "checkpoint_format {}; {} says {}",
                 source_.where(*parts.zeros), mean, other, parsed_.version == 1 ? "gptq_v2" : "gptq",
                 quantization_of(config_), parsed_.version == 1 ? "gptq" : "gptq_v2")};
-  }
-
-  /// Some writers give every layer a bias of zeros.
-  Status check_bias(const Parts& parts) const {
-    if (parts.bias == nullptr) return {};
-    const std::vector<std::byte> data = read_bytes(source_, *parts.bias);
-    for (const std::byte byte : data)
-      if (byte != std::byte{0})
-        return {Code::unsupported, source_.where(*parts.bias) + ": experts of this family have no biases"};
-    return {};
   }
 
   static void unpack(const std::byte* words, std::int64_t n, std::int64_t k, int bits, std::int64_t first,

@@ -191,7 +191,6 @@ class Reader final : public CompanionReader<Parts> {
     parts.matrix = matrix_of(*row, linear);
     TensorFinder finder(source_, linear, fmt::format("{}: quant_algo {}", where, algorithm->name));
     finder.refuse(".pre_quant_scale", "inputs with scales of their own are not supported", Code::unsupported);
-    finder.refuse(".bias", "experts with biases are not supported", Code::unsupported);
     if (!weight.tensor_scale.stored()) finder.refuse(".weight_scale_2", "there is one scale only");
     constexpr DType bytes[] = {DType::u8};
     if (weight.value.bits == 4)

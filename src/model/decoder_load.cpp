@@ -64,11 +64,24 @@ class TensorLoader {
       layer.weight = matrix(name + ".weight", n, k);
     if (const auto id = schemes_.other(name); id && status_.ok())
       set_quantized(layer, quantize(*id, layer.weight, options_.quantize), name + ": ");
-    if (bias) layer.bias = vector(name + ".bias", n);
+    if (bias)
+      layer.bias = vector(name + ".bias", n);
+    else
+      check_zeros(name + ".bias", n);
     return layer;
   }
 
  private:
+  // Of a bias that nothing adds: some writers give every layer one of zeros.
+  void check_zeros(const std::string& name, std::int64_t size) {
+    if (!has(name)) return;
+    for (const float value : vector(name, size))
+      if (value != 0)
+        return fail({Code::unsupported,
+                     fmt::format("{}: tensor {} has {}, but config.json makes it a layer without bias",
+                                 checkpoint_.directory().string(), name, value)});
+  }
+
   static std::set<std::string> quantized_modules(const Checkpoint& checkpoint) {
     std::set<std::string> modules;
     for (StoredLayer& layer : checkpoint.other_quantized_layers()) modules.insert(std::move(layer.module));
