@@ -201,6 +201,40 @@ TEST_F(Rewrite, LayersOfSeveralSchemes) {
                {"self_attn.q_proj", "no place in gptq"});
 }
 
+/// What the reader goes by is kept, wherever the config has it.
+TEST_F(Rewrite, KeepsTheVersionAndTheKvCache) {
+  const nlohmann::json cache{{"num_bits", 8}, {"type", "float"}, {"strategy", "tensor"}, {"dynamic", false}};
+  Files inner = make_checkpoint("kimi-nested-g32");
+  nlohmann::json& text = inner.config["text_config"];
+  text["quantization_config"]["kv_cache_scheme"] = cache;
+  Files older = make_checkpoint("ct-w4a16-g128-rtn");
+  older.quantization()["kv_cache_scheme"] = cache;
+  older.config["compression_config"] = older.quantization();
+  older.config.erase("quantization_config");
+  Files both = inner;
+  both.config["text_config"]["compression_config"] = text["quantization_config"];
+  both.config["text_config"].erase("quantization_config");
+  for (const auto& [name, files] :
+       {std::pair("inner", inner), std::pair("older", older), std::pair("both", both)}) {
+    SCOPED_TRACE(name);
+    const Checkpoint source = save(files, name);
+    const fs::path directory = root_.path() / (std::string(name) + "-copy");
+    ASSERT_TRUE(rewrite(source, directory, {.to = "compressed-tensors"}));
+    const Checkpoint copy = open(directory);
+    expect_same(source, copy);
+    EXPECT_EQ(source.config().moe.activation_rule, ScaleRule::compressed_tensors);
+    EXPECT_EQ(copy.config().moe.activation_rule, ScaleRule::compressed_tensors);
+    EXPECT_TRUE(*copy.fp8_kv_cache());
+    auto config = nlohmann::json::parse(copy.config_text());
+    EXPECT_EQ(config["quantization_config"]["version"], "0.19.0");
+    EXPECT_EQ(config["quantization_config"]["kv_cache_scheme"], cache);
+    EXPECT_FALSE(config.contains("compression_config"));
+    if (!config.contains("text_config")) continue;
+    EXPECT_FALSE(config["text_config"].contains("quantization_config"));
+    EXPECT_FALSE(config["text_config"].contains("compression_config"));
+  }
+}
+
 /// Of experts they are zeros or an error; of other layers they are kept.
 TEST_F(Rewrite, BiasesOfOtherLayersAreKept) {
   Files files = make_checkpoint("gptq-sym-g128");

@@ -267,6 +267,9 @@ const ModelConfig& Checkpoint::config() const {
 const std::string& Checkpoint::config_text() const {
   return state_->config_text;
 }
+std::string Checkpoint::quantization_text() const {
+  return state_->config.quantization.dump();
+}
 std::span<const fs::path> Checkpoint::files() const {
   return state_->source.files();
 }

@@ -129,6 +129,14 @@ bool read_dtype(Fields& fields, ModelConfig& config) {
 
 }  // namespace
 
+void replace_quantization(nlohmann::ordered_json& config, nlohmann::ordered_json quantization) {
+  config.erase("compression_config");
+  // What is in text_config goes before what is outside.
+  if (const auto text = config.find("text_config"); text != config.end() && text->is_object())
+    for (const char* key : {"quantization_config", "compression_config"}) text->erase(key);
+  config["quantization_config"] = std::move(quantization);
+}
+
 void set_dtype(ModelConfig& config, DType dtype) {
   const bool half = dtype == DType::f16;
   config.dtype = dtype;

@@ -27,6 +27,9 @@ struct ParsedConfig {
   nlohmann::json quantization;  ///< quantization_config; null if there is none
 };
 
+/// Puts another quantization_config in the place of all that a config may have for one.
+void replace_quantization(nlohmann::ordered_json& config, nlohmann::ordered_json quantization);
+
 /// Sets the dtype and all that follows from it.
 void set_dtype(ModelConfig& config, DType dtype);
 

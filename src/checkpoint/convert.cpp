@@ -11,11 +11,12 @@
 
 #include "checkpoint/companions.h"
 #include "checkpoint/compressed_tensors.h"
+#include "checkpoint/config.h"
 #include "checkpoint/families.h"
 #include "checkpoint/fused_amax.h"
 #include "checkpoint/plain_view.h"
-#include "checkpoint/safetensors_writer.h"
 #include "checkpoint/quantizable.h"
+#include "checkpoint/safetensors_writer.h"
 #include "checkpoint/staging.h"
 #include "gatefold/checkpoint.h"
 
@@ -398,8 +399,8 @@ std::string Converter::config() const {
       if (source_.config().is_moe[layer] && plain)
         ignore.insert(fmt::format("re:{}", names_.experts_pattern(std::to_string(layer))));
     }
-    config["quantization_config"] =
-        compressed_tensors::config(targets, {ignore.begin(), ignore.end()}, schemes_.fp8_kv_cache);
+    replace_quantization(
+        config, compressed_tensors::config(targets, {ignore.begin(), ignore.end()}, schemes_.fp8_kv_cache));
   }
   return config.dump(2) + "\n";
 }

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "checkpoint/companions.h"
+#include "checkpoint/config.h"
 #include "checkpoint/linear_writer.h"
 #include "checkpoint/safetensors_writer.h"
 #include "checkpoint/staging.h"
@@ -191,18 +192,15 @@ Result<nlohmann::ordered_json> Rewriter::quantization() const {
 /// The source's config with another quantization_config.
 std::string new_config(const Checkpoint& source, nlohmann::ordered_json quantization) {
   auto config = nlohmann::ordered_json::parse(source.config_text());
-  // The version says by whose rules activations are quantized.
-  const auto old = config.find("quantization_config");
-  const bool same_method = old != config.end() && old->is_object() &&
-                           old->value("quant_method", "") == quantization["quant_method"];
-  if (same_method && old->contains("version") && !quantization.contains("version"))
-    quantization["version"] = (*old)["version"];
-  if (same_method && old->contains("kv_cache_scheme"))
-    quantization["kv_cache_scheme"] = (*old)["kv_cache_scheme"];
-  config.erase("compression_config");
-  if (const auto text = config.find("text_config"); text != config.end() && text->is_object())
-    text->erase("quantization_config");
-  config["quantization_config"] = std::move(quantization);
+  const auto old = nlohmann::ordered_json::parse(source.quantization_text());
+  if (old.is_object() && old.value("quant_method", "") == quantization["quant_method"]) {
+    // The version says by whose rules activations are quantized.
+    if (old.contains("version") && !quantization.contains("version"))
+      quantization["version"] = old["version"];
+    for (const char* key : {"kv_cache_scheme", "kv_cache_quant_algo"})
+      if (old.contains(key)) quantization[key] = old[key];
+  }
+  replace_quantization(config, std::move(quantization));
   return config.dump(2) + "\n";
 }
 
