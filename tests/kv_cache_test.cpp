@@ -1,4 +1,5 @@
 // Keys and values as e4m3: what attention makes of them, and checkpoints that ask for it.
+#include <nlohmann/json.hpp>
 #include <random>
 
 #include "gatefold/calibrate.h"
@@ -9,6 +10,31 @@
 
 namespace gatefold {
 namespace {
+
+namespace fs = std::filesystem;
+
+/// A safetensors file with two scales more in each layer; the name of the first may be another one.
+std::string with_scales(const std::string& file, const std::string& first, const std::vector<float>& scales) {
+  std::uint64_t size = 0;
+  std::memcpy(&size, file.data(), 8);
+  auto header = nlohmann::json::parse(file.substr(8, size));
+  std::string data = file.substr(8 + size);
+  for (std::size_t i = 0; i < scales.size(); ++i) {
+    const std::string name = i == 0 ? first : i % 2 == 0 ? "k_proj.k_scale" : "v_proj.v_scale";
+    header["model.layers." + std::to_string(i / 2) + ".self_attn." + name] = {
+        {"dtype", "F32"},
+        {"shape", nlohmann::json::array()},
+        {"data_offsets", {data.size(), data.size() + 4}}};
+    data.append(reinterpret_cast<const char*>(&scales[i]), 4);
+  }
+  // Both names of one.
+  if (first == "k_scale")
+    header["model.layers.0.self_attn.k_proj.k_scale"] = {
+        {"dtype", "F32"}, {"shape", {0}}, {"data_offsets", {data.size(), data.size()}}};
+  const std::string text = header.dump();
+  size = text.size();
+  return std::string(reinterpret_cast<const char*>(&size), 8) + text + data;
+}
 
 Recipe fp8_cache() {
   return {.name = "kv.json", .rules = {}, .fp8_kv_cache = true, .comment = {}};
@@ -180,6 +206,61 @@ TEST_F(Fp8Model, IsWrittenAndReadBack) {
   EXPECT_NE(gptq.status().message().find("kv_cache_scheme"), std::string::npos) << gptq.status().message();
   ASSERT_TRUE(rewrite(written, folder_ / "same", {.to = "compressed-tensors"}));
   EXPECT_TRUE(*open_checkpoint((folder_ / "same").string()).fp8_kv_cache());
+}
+
+/// As ModelOpt writes it: named otherwise, under another scheme.
+TEST_F(Fp8Model, OfModelOpt) {
+  const Recipe experts{.name = "r.json", .rules = {{".*\\.experts\\.", SchemeId::fp8_channel_afp8}}};
+  ConvertOptions options;
+  options.recipe = experts;
+  options.recipe->fp8_kv_cache = true;
+  options.kv_scales = {{0.01f, 0.02f}, {0.03f, 0.04f}, {0.05f, 0.06f}, {0.07f, 0.08f}};
+  ASSERT_TRUE(convert(open_checkpoint(tiny_moe), folder_ / "ct", options));
+  const double expected = loss(load_decoder((folder_ / "ct").string(), {.weights_only = true}));
+
+  options.recipe = experts;
+  options.kv_scales.clear();
+  ASSERT_TRUE(convert(open_checkpoint(tiny_moe), folder_ / "plain", options));
+  ASSERT_TRUE(
+      rewrite(open_checkpoint((folder_ / "plain").string()), folder_ / "modelopt", {.to = "modelopt"}));
+  const fs::path file = folder_ / "modelopt" / "model.safetensors";
+  const std::string plain = read_file(file), config = read_file(folder_ / "modelopt" / "config.json");
+  const auto set = [&](const std::string& member, const std::string& of_layer_0, std::vector<float> scales) {
+    std::ofstream(folder_ / "modelopt" / "config.json")
+        << std::string(config).replace(config.find("\"quant_method\""), 0, member + ", ");
+    std::ofstream(file, std::ios::binary) << with_scales(plain, of_layer_0, scales);
+    return open_checkpoint((folder_ / "modelopt").string());
+  };
+  const std::vector<float> scales = {0.01f, 0.02f, 0.03f, 0.04f, 0.05f, 0.06f, 0.07f, 0.08f};
+  const std::string said = R"("kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"})";
+  for (const std::string& member : {said, std::string(R"("kv_cache_quant_algo": "FP8")")}) {
+    const Checkpoint source = set(member, "k_proj.k_scale", scales);
+    EXPECT_TRUE(*source.fp8_kv_cache());
+    EXPECT_EQ(loss(load_decoder((folder_ / "modelopt").string(), {.weights_only = true})), expected);
+    for (const char* to : {"compressed-tensors", "modelopt"}) {
+      const fs::path copy = folder_ / ("to-" + std::string(to));
+      const auto report = rewrite(source, copy, {.to = to});
+      ASSERT_TRUE(report) << report.status().message();
+      EXPECT_TRUE(*open_checkpoint(copy.string()).fp8_kv_cache());
+      EXPECT_EQ(loss(load_decoder(copy.string(), {.weights_only = true})), expected) << to;
+      fs::remove_all(copy);
+    }
+    EXPECT_NE(convert(source, folder_ / "x", {}).status().message().find("quantized already"),
+              std::string::npos);
+  }
+  const auto awq = rewrite(set(said, "k_proj.k_scale", scales), folder_ / "x", {.to = "awq"}).status();
+  EXPECT_NE(awq.message().find("kv_cache_scheme"), std::string::npos) << awq.message();
+  const auto name =
+      rewrite(set(said, "kv_b_proj.k_scale", scales), folder_ / "x", {.to = "compressed-tensors"}).status();
+  EXPECT_NE(name.message().find("kv_b_proj.k_scale"), std::string::npos) << name.message();
+  const auto twice =
+      rewrite(set(said, "k_scale", scales), folder_ / "x", {.to = "compressed-tensors"}).status();
+  EXPECT_NE(twice.message().find("written twice"), std::string::npos) << twice.message();
+  const Checkpoint int8 = set(R"("kv_cache_quant_algo": "INT8")", "k_proj.k_scale", scales);
+  EXPECT_NE(int8.fp8_kv_cache().status().message().find("'INT8'"), std::string::npos);
+  EXPECT_FALSE(Decoder::load(int8));
+  const std::string null = R"("kv_cache_scheme": null, "kv_cache_quant_algo": null)";
+  EXPECT_FALSE(*set(null, "k_proj.k_scale", scales).fp8_kv_cache());
 }
 
 /// What is quantized anew would keep the factors, but lose the scheme.

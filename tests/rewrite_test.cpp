@@ -235,6 +235,26 @@ TEST_F(Rewrite, KeepsTheVersionAndTheKvCache) {
   }
 }
 
+/// Where hf_quant_config.json alone speaks of it.
+TEST_F(Rewrite, TheKvCacheOfASideFile) {
+  Files files = make_checkpoint("modelopt-fp8");
+  const float one = 0.5f;
+  files.tensors.push_back(
+      {"model.layers.0.self_attn.k_proj.k_scale", "F32", {}, bytes_of_values(std::vector{one})});
+  files.side["hf_quant_config.json"]["quantization"] = {{"quant_algo", "FP8"},
+                                                        {"kv_cache_quant_algo", "FP8"}};
+  const Checkpoint source = save(files, "side");
+  EXPECT_TRUE(*source.fp8_kv_cache());
+  ASSERT_TRUE(rewrite(source, root_.path() / "copy", {.to = "compressed-tensors"}));
+  const Checkpoint copy = open(root_.path() / "copy");
+  EXPECT_TRUE(*copy.fp8_kv_cache());
+  EXPECT_NE(copy.find("model.layers.0.self_attn.k_scale"), nullptr);
+  ASSERT_TRUE(rewrite(source, root_.path() / "same", {.to = "modelopt"}));
+  EXPECT_TRUE(*open(root_.path() / "same").fp8_kv_cache());
+  expect_error(rewrite(source, root_.path() / "awq", {.to = "awq"}).status(), Code::unsupported,
+               {"kv_cache_scheme"});
+}
+
 /// Of experts they are zeros or an error; of other layers they are kept.
 TEST_F(Rewrite, BiasesOfOtherLayersAreKept) {
   Files files = make_checkpoint("gptq-sym-g128");

@@ -152,8 +152,8 @@ class Checkpoint {
   std::string shared_expert_module(int layer, Projection projection) const;
   /// The regular expression of the routed experts of layers ("0|1|5").
   std::string experts_pattern(const std::string& layers) const;
-  /// Whether keys and values are to be kept as e4m3 (kv_cache_scheme of compressed-tensors). Error: in a way
-  /// that the decoder does not know.
+  /// Whether keys and values are to be kept as e4m3 (kv_cache_scheme of compressed-tensors and ModelOpt).
+  /// Error: in a way that the decoder does not know.
   Result<bool> fp8_kv_cache() const;
 
   std::vector<ExpertGroup> expert_groups() const;

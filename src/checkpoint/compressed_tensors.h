@@ -56,6 +56,9 @@ using Targets = std::map<LayerKind, std::vector<std::string>>;
 nlohmann::ordered_json config(const Targets& targets, const std::vector<std::string>& ignore,
                               bool fp8_kv_cache = false);
 
+/// The kv_cache_scheme of an fp8 KV cache.
+nlohmann::ordered_json kv_cache_scheme();
+
 /// Whether the scheme needs that argument of our own.
 bool needs_extension(const Scheme& scheme);
 

@@ -274,8 +274,12 @@ ordered_json config(const Targets& targets, const std::vector<std::string>& igno
     groups.push_back(to_group(scheme(kind.scheme), targets.size() == 1 ? all : names, kind.static_input));
   }
   ordered_json config = from_groups(groups, ignore);
-  if (fp8_kv_cache) config["kv_cache_scheme"] = to_args(kv_cache_operand, false, true);
+  if (fp8_kv_cache) config["kv_cache_scheme"] = kv_cache_scheme();
   return config;
+}
+
+ordered_json kv_cache_scheme() {
+  return to_args(kv_cache_operand, false, true);
 }
 
 bool needs_extension(const Scheme& scheme) {

@@ -36,6 +36,7 @@ Result<nlohmann::ordered_json> config(std::span<const WrittenLayer> layers,
 
 }  // namespace
 
-const LinearWriter compressed_tensors_writer{"compressed-tensors", store, config, ""};
+const LinearWriter compressed_tensors_writer{"compressed-tensors", store, config, "",
+                                             compressed_tensors::kv_cache_scheme};
 
 }  // namespace gatefold

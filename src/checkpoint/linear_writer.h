@@ -38,6 +38,8 @@ struct LinearWriter {
                                            const std::vector<std::string>& ignore);
   /// A file beside config.json that repeats it; empty: none.
   std::string_view side_file;
+  /// The config's kv_cache_scheme of keys and values as e4m3; nullptr: it has no place for one.
+  nlohmann::ordered_json (*kv_cache)() = nullptr;
 };
 
 extern const LinearWriter compressed_tensors_writer, gptq_writer, awq_writer, modelopt_writer;

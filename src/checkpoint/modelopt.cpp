@@ -6,6 +6,7 @@
 //   a
 //                              factor; NVFP4 also .input_scale [], a factor
 //   MXFP8                      .weight F8_E4M3 [N, K], .weight_scale U8 [N, K / 32], exponent + 127
+// Factors of an fp8 KV cache are self_attn.k_proj.k_scale [] and self_attn.v_proj.v_scale [].
 
 #include <fmt/format.h>
 
@@ -14,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/companion_reader.h"
+#include "checkpoint/compressed_tensors.h"
 #include "checkpoint/conventions.h"
 #include "checkpoint/fields.h"
 #include "checkpoint/json.h"
@@ -66,7 +68,21 @@ struct Config {
   const Algorithm* algorithm = nullptr;  ///< nullptr: as `layers` say
   std::map<std::string, const Algorithm*> layers;
   ModuleList ignore;
+  Result<bool> fp8_kv_cache = false;
 };
+
+/// config.json has a kv_cache_scheme like that of compressed-tensors, hf_quant_config.json a name.
+Result<bool> read_kv_cache(const nlohmann::json& quantization, const std::string& config) {
+  const auto scheme = quantization.find("kv_cache_scheme");
+  if (scheme != quantization.end() && !scheme->is_null())
+    return compressed_tensors::parse_kv_cache(quantization, config);
+  Fields fields(quantization, quantization_of(config));
+  const std::string name = fields.text({"kv_cache_quant_algo"}, "");
+  if (!name.empty() && name != "FP8")
+    fields.fail(fmt::format("kv_cache_quant_algo {} is unknown; known: FP8", quote(name)), Code::unsupported);
+  if (!fields.status().ok()) return fields.status();
+  return !name.empty();
+}
 
 /// config_groups repeats what quant_algo says.
 Status check_groups(const nlohmann::json& groups, const Algorithm& algorithm, const std::string& where) {
@@ -119,6 +135,7 @@ Result<Config> read_config(const nlohmann::json& quantization, const std::string
   auto ignore = ModuleList::read(quantization, {"ignore", "exclude_modules"}, where);
   if (!ignore) return ignore.status();
   parsed.ignore = std::move(*ignore);
+  parsed.fp8_kv_cache = read_kv_cache(quantization, config);
   return parsed;
 }
 
@@ -142,6 +159,7 @@ class Reader final : public CompanionReader<Parts> {
   }
 
   ScaleRule activation_rule() const override { return ScaleRule::modelopt; }
+  Result<bool> fp8_kv_cache() const override { return parsed_.fp8_kv_cache; }
 
  private:
   Status load(const Linear&, Parts& parts) const override {

@@ -42,6 +42,8 @@ class Rewriter {
 
  private:
   Status find_layers();
+  Status check_kv_cache();
+  std::string output_name(const TensorEntry& entry) const;
   void find_others();
   Status for_each_layer(const std::function<Status(Layer&, std::vector<WrittenTensor>)>& use);
   Status use_layer(Layer& layer, const std::function<Status(Layer&, std::vector<WrittenTensor>)>& use);
@@ -52,6 +54,7 @@ class Rewriter {
   const std::function<void(const ConvertProgress&)>& report_progress_;
   std::vector<Layer> layers_;
   std::vector<const TensorEntry*> others_;  ///< copied
+  bool moves_kv_scales_ = false;            ///< to where another convention has them
   std::mutex mutex_;
   ConvertProgress progress_;  ///< all bytes count twice, as they are read twice
 };
@@ -84,11 +87,37 @@ Status Rewriter::find_layers() {
   }
   if (layers_.empty())
     return {Code::invalid_argument, source_.directory().string() + ": there is no quantized layer"};
+  return check_kv_cache();
+}
+
+/// Says that it is written in the new way, if there is one.
+Status Rewriter::check_kv_cache() {
+  if (source_.convention() == writer_.name) return {};
   const auto cache = source_.fp8_kv_cache();
-  if ((!cache || *cache) && source_.convention() != writer_.name)
-    return {Code::unsupported, fmt::format("{}: {} has no place for the kv_cache_scheme",
-                                           source_.directory().string(), writer_.name)};
+  if (cache && !*cache) return {};
+  if (!cache || writer_.kv_cache == nullptr)
+    return {Code::unsupported,
+            fmt::format("{}: {} has no place for the kv_cache_scheme{}", source_.directory().string(),
+                        writer_.name, cache ? "" : ": " + cache.status().message())};
+  moves_kv_scales_ = true;
+  for (const TensorEntry& entry : source_.tensors()) {
+    const std::string name = output_name(entry);
+    if ((name.ends_with(".k_scale") || name.ends_with(".v_scale")) &&
+        !name.substr(0, name.rfind('.')).ends_with(".self_attn"))
+      return {Code::unsupported, fmt::format("{}: {} has no name for the factor {} of an fp8 KV cache",
+                                             source_.directory().string(), writer_.name, entry.name)};
+  }
   return {};
+}
+
+/// ModelOpt has the factors of an fp8 KV cache at the projections, others one level above.
+std::string Rewriter::output_name(const TensorEntry& entry) const {
+  for (const std::string_view letter : {"k", "v"}) {
+    const std::string scale = fmt::format(".{}_scale", letter), at = fmt::format(".{}_proj{}", letter, scale);
+    if (moves_kv_scales_ && entry.name.ends_with(".self_attn" + at))
+      return entry.name.substr(0, entry.name.size() - at.size()) + scale;
+  }
+  return entry.name;
 }
 
 void Rewriter::find_others() {
@@ -156,7 +185,8 @@ Status Rewriter::plan() {
 
 std::vector<PlannedTensor> Rewriter::outputs() const {
   std::vector<PlannedTensor> outputs;
-  for (const TensorEntry* entry : others_) outputs.push_back({entry->name, entry->dtype, entry->shape});
+  for (const TensorEntry* entry : others_)
+    outputs.push_back({output_name(*entry), entry->dtype, entry->shape});
   for (const Layer& layer : layers_)
     outputs.insert(outputs.end(), layer.outputs.begin(), layer.outputs.end());
   return outputs;
@@ -186,7 +216,9 @@ Result<nlohmann::ordered_json> Rewriter::quantization() const {
     if (entry->shape.size() == 2 && entry->name.ends_with(".weight"))
       ignore.insert(entry->name.substr(0, entry->name.size() - std::string_view(".weight").size()));
   for (const Layer& layer : layers_) ignore.erase(layer.module);
-  return writer_.config(layers, {ignore.begin(), ignore.end()});
+  auto config = writer_.config(layers, {ignore.begin(), ignore.end()});
+  if (config && moves_kv_scales_) (*config)["kv_cache_scheme"] = writer_.kv_cache();
+  return config;
 }
 
 /// The source's config with another quantization_config.

@@ -22,9 +22,15 @@ constexpr SideFile side_files[] = {{"quantize_config.json", "gptq", nullptr},
                                    {"quant_config.json", "awq", nullptr},
                                    {"hf_quant_config.json", "modelopt", "quantization"}};
 
+constexpr const char* kv_cache = "kv_cache_quant_algo";
 /// What decides how tensors are read.
 constexpr const char* keys[] = {"quant_method", "quant_algo",        "bits",       "group_size", "desc_act",
-                                "sym",          "checkpoint_format", "zero_point", "version"};
+                                "sym",          "checkpoint_format", "zero_point", "version",    kv_cache};
+
+bool has(const nlohmann::json& object, const char* key) {
+  const auto found = object.find(key);
+  return found != object.end() && !found->is_null();
+}
 
 /// AutoAWQ writes its version as "gemm" into one file and as "GEMM" into the other.
 bool agree(std::string_view key, const nlohmann::json& a, const nlohmann::json& b) {
@@ -35,10 +41,9 @@ bool agree(std::string_view key, const nlohmann::json& a, const nlohmann::json& 
 Status compare(const nlohmann::json& config, const std::string& config_path, const nlohmann::json& side,
                const std::string& path) {
   for (const char* key : keys) {
-    const auto a = config.find(key), b = side.find(key);
-    if (a != config.end() && b != side.end() && !a->is_null() && !b->is_null() && !agree(key, *a, *b))
+    if (has(config, key) && has(side, key) && !agree(key, config[key], side[key]))
       return {Code::bad_file, fmt::format("{}: quantization_config.{} is {}, but {} says {}", config_path,
-                                          key, show_json(*a), path, show_json(*b))};
+                                          key, show_json(config[key]), path, show_json(side[key]))};
   }
   return {};
 }
@@ -64,6 +69,10 @@ Status read_side_files(const std::filesystem::path& directory, const std::string
     if (!quantization.is_null()) {
       if (Status status = compare(quantization, config_path, *parsed, path.string()); !status.ok())
         return status;
+      // config.json need not repeat it.
+      if (const auto cache = parsed->find(kv_cache);
+          cache != parsed->end() && !has(quantization, kv_cache) && !has(quantization, "kv_cache_scheme"))
+        quantization[kv_cache] = *cache;
       continue;
     }
     quantization = std::move(*parsed);

@@ -55,6 +55,12 @@ class TensorLoader {
     return value;
   }
 
+  // Of keys ("k") or values ("v"). ModelOpt has it at their projection.
+  float kv_scale(const std::string& attention, std::string_view which) {
+    const std::string own = fmt::format("{}{}_scale", attention, which);
+    return scale(has(own) ? own : fmt::format("{}{}_proj.{}_scale", attention, which, which));
+  }
+
   // "<name>.weight" and, if wanted, "<name>.bias"
   DenseLayer dense(const std::string& name, std::int64_t n, std::int64_t k, bool bias = false) {
     DenseLayer layer;
@@ -144,8 +150,7 @@ DecoderLayer load_layer(TensorLoader& loader, const ModelConfig& config, bool fp
     layer.q_norm = loader.vector(attention + "q_norm.weight", d);
     layer.k_norm = loader.vector(attention + "k_norm.weight", d);
   }
-  if (fp8_kv_cache)
-    layer.kv_scales = {loader.scale(attention + "k_scale"), loader.scale(attention + "v_scale")};
+  if (fp8_kv_cache) layer.kv_scales = {loader.kv_scale(attention, "k"), loader.kv_scale(attention, "v")};
   if (!config.is_moe[index]) {
     layer.gate = loader.dense(prefix + "mlp.gate_proj", config.dense_intermediate, hidden);
     layer.up = loader.dense(prefix + "mlp.up_proj", config.dense_intermediate, hidden);
