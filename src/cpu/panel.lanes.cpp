@@ -1,19 +1,15 @@
 // The multiply over panels (panel.h): each panel is one stream, decoded in registers for a few tokens at a
-// time, or by tiles where the CPU has matrix multiplies.
+// time, or once for all of them where registers have room for few; or by tiles where the CPU has matrix
+// multiplies.
 
 #include <algorithm>
 
+#include "cpu/panel_columns.h"
 #include "cpu/panel_kernel.h"
 #include "cpu/panel_tiles.h"
 
 namespace gatefold::GATEFOLD_ISA {
 namespace {
-
-/// What is fetched meanwhile: `step` bytes for every line of a panel.
-struct Ahead {
-  const std::byte* next;
-  std::int64_t step;
-};
 
 /// One panel by M tokens.
 template <class K, int M>
@@ -48,8 +44,7 @@ void stream(const PanelShape& shape, const std::byte* panel, Ahead ahead, const 
       std::int64_t at = K::position(b * block);  // of the activations
       for (std::int64_t r = 0; r < runs; ++r, at += (K::kLimbs - 1) * kLimbColumns)
         for (std::int64_t i = 0; i < run; ++i, at += K::position(K::kStepColumns)) {
-          for (int line = 0; line < K::kStepBytes; line += 64, ahead.next += ahead.step)
-            __builtin_prefetch(ahead.next, 0, 2);
+          ahead.fetch(K::kStepBytes);
           if constexpr (K::kForm == PanelForm::floats) {
             // One column at a time, as registers do not hold a step of them beside the sums.
             unrolled<K::kUnits>([&](auto u) __attribute__((always_inline)) {
@@ -126,7 +121,13 @@ void multiply(const PanelShape& shape, const std::byte* first, std::int64_t apar
       const std::int64_t times = (tokens + K::kStreamTokens - 1) / K::kStreamTokens;
       const Ahead ahead = times > 1 ? Ahead{at + shape.panel_bytes, (64 + times - 1) / times}
                                     : Ahead{at + (K::slow(tokens) ? kSlowPrefetch : shape.prefetch), 64};
-      streams<K>(shape, at, ahead, inputs, tokens, out + panel * out_apart, stride);
+      float* to = out + panel * out_apart;
+      if constexpr (K::by_columns(kPanelTokens))
+        if (K::by_columns(tokens)) {
+          multiply_by_columns<K>(shape, at, ahead, inputs, tokens, to, stride);
+          continue;
+        }
+      streams<K>(shape, at, ahead, inputs, tokens, to, stride);
     }
   if (shape.write_around) order_streams();
 }

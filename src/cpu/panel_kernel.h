@@ -113,6 +113,12 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
       (A::kBytes && V::kNarrow && !kAnyDot4) || (kPanelForm == PanelForm::pairs && kValue.bits == 8) ? 2 : 1;
   static constexpr int kStepBytes = kTimes * V::kBytes, kStepColumns = kTimes * V::kColumns;
   static constexpr int kUnits = V::kColumns / A::kColumns;  // of V::kBytes
+  /// Whether so many tokens share columns that are decoded into a cache (panel_columns.h): a stream of few
+  /// takes longer to decode than to multiply. bf16 is decoded by one instruction, f16 by its load.
+  static constexpr bool by_columns(std::int64_t tokens) {
+    return kPanelForm == PanelForm::floats && kRowsRegisters == 2 && kValue != formats::f16 &&
+           tokens > (kValue == formats::bf16 ? 16 : A::kStreamTokens);
+  }
   /// Whether a stream takes longer than memory: then the CPU's own prefetchers fall behind.
   static constexpr bool slow(std::int64_t tokens) {
     if (tokens <= 2) return kPanelForm == PanelForm::pairs && kValue != formats::bf16;
@@ -154,6 +160,16 @@ inline void write(const PanelShape& shape, float* out, Rows y) {
   else
     store_rows(out, y);
 }
+
+/// What is fetched meanwhile: `step` bytes for every line of a panel.
+struct Ahead {
+  const std::byte* next;
+  std::int64_t step;
+
+  void fetch(int bytes) {
+    for (int line = 0; line < bytes; line += 64, next += step) __builtin_prefetch(next, 0, 2);
+  }
+};
 
 /// Walks the blocks of one panel.
 class Blocks {
