@@ -28,6 +28,12 @@ int teams_for(const GemmKernel& kernel, const GemmArgs& args, int multiprocessor
   return bytes < multiprocessors * little ? 1 : kernel.teams;
 }
 
+/// Pairs of blocks read an item's tokens once from the L2 cache, if hardly any of them lack a second tile.
+int sharing_blocks(const GemmKernel& kernel, int groups, int multiprocessors) {
+  const int tiles = tiles_of_item(groups, kernel.tile_groups, 1);
+  return kernel.may_share && multiprocessors > 1 && (tiles % 2 == 0 || tiles >= 32) ? 2 : 1;
+}
+
 }  // namespace
 
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
@@ -53,14 +59,16 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
   own.whole_items = (args.slots + kernel.tokens - 1) / kernel.tokens;
   own.all_steps = args.steps * args.parts;
   own.part_steps = args.parts > 1 ? args.steps : 0;
+  own.sharing_blocks = sharing_blocks(kernel, args.groups, multiprocessors);
   void* parameters[] = {&own};
   const int teams = teams_for(kernel, args, multiprocessors);
   return launch_dependent(
       kernel.function,
-      {.blocks = static_cast<unsigned>(multiprocessors),
+      {.blocks = static_cast<unsigned>(multiprocessors / own.sharing_blocks * own.sharing_blocks),
        .threads = static_cast<unsigned>(teams * kernel.threads),
        .stream = stream,
-       .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes + teams * kernel.team_bytes)},
+       .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes + teams * kernel.team_bytes),
+       .cluster = static_cast<unsigned>(own.sharing_blocks)},
       parameters);
 }
 

@@ -17,7 +17,12 @@ namespace gatefold::cuda {
 struct Item {
   std::int16_t expert, count;
   std::int32_t first;
+  /// Which one it is of so many neighbours whose multiplies read the same weights at about the same time; not
+  /// of lists of at most kFewSlots slots.
+  std::int16_t in_band, band_items;
 };
+/// The most of a band: their tokens, and weights that some thread blocks read, have room in the L2 cache.
+inline constexpr int kMostBandItems = 12;
 
 /// Where number k of a row lies among tiles [k / 64][rows][64]: as wgmma reads them (wgmma.cuh), so that 64
 /// columns of neighbouring rows are one piece of memory. k: in the order of the multiply
@@ -93,6 +98,7 @@ struct GemmArgs {
   /// all warps where rows are few. Sums of part p lie part_out * p numbers after those of part 0.
   std::int32_t parts = 1;
   std::int64_t part_out = 0;
+  std::int32_t sharing_blocks = 1;  ///< of a cluster, 1 or 2, that share an item's tokens; set by the launch
   /// Set by the launch: steps of a group in memory, and from one part to the next (0: there is one).
   std::int32_t all_steps = 0, part_steps = 0;
 };
@@ -137,8 +143,9 @@ struct GemmKernel {
   int token_step = kTileTokens;       ///< of so many tokens of an item, one costs as much as all,
   int least_tokens = kTileTokens;     ///< and of so many in any case
   int step_bytes = 0;
-  int tile_groups = 1;  ///< groups of units that a block multiplies together
-  int team_groups = 1;  ///< groups that keep a team's warps busy, by items of all their tokens
+  int tile_groups = 1;     ///< groups of units that a block multiplies together
+  bool may_share = false;  ///< blocks may be pairs that share the tokens of an item
+  int team_groups = 1;     ///< groups that keep a team's warps busy, by items of all their tokens
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
   std::uint32_t byte_order = 0;  ///< InputOrder
@@ -158,6 +165,11 @@ inline constexpr int kFewTokensOfTile = 64;
 inline constexpr int kManyTokensOfTile = 160, kMostTokensOfTile = 256;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
+
+/// So many tiles, or as many as `sharing` blocks take together, have all groups.
+GATEFOLD_HD constexpr int tiles_of_item(int groups, int tile_groups, int sharing) {
+  return (groups + tile_groups * sharing - 1) / (tile_groups * sharing);
+}
 
 /// Once for each device, before the first launch.
 cudaError_t prepare_gemm(const GemmKernel& kernel);

@@ -203,7 +203,7 @@ __device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const Warpgr
         }
       if (!last) continue;
       __syncwarp();
-      if (lane == 0) arrive(inputs_full + barriers.empty);
+      barriers.release_inputs(args, inputs_full);
       at.inputs.advance(stages.inputs);
     }
     if ((step += T::steps) >= args.steps) break;
@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
   auto* memory = reinterpret_cast<std::byte*>(shared);
   memory += (1024 - shared_address(memory) % 1024) % 1024;
 
-  ring.init(args.tile_tokens);
-  __syncthreads();
+  ring.init(args);
+  T::may_share ? sync_cluster() : __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp >= T::warps) {
     give_registers<T::fill_registers>();
@@ -271,6 +271,7 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
     wait_for_previous_kernel();
     multiply_tiles<T>(args, ring, memory);
   }
+  if constexpr (T::may_share) sync_cluster();  // no block ends while another one writes to its memory
 }
 
 }  // namespace gatefold::cuda

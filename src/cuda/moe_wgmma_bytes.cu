@@ -20,6 +20,7 @@ GemmKernel kernel_of() {
           .least_tokens = T::least_tokens,
           .step_bytes = T::step_bytes,
           .tile_groups = T::groups,
+          .may_share = T::may_share,
           .tiled = true,
           .byte_order = byte_order(T::P)};
 }

@@ -182,7 +182,7 @@ requires(T::bytes && !T::from_memory && !T::parts) __device__ __forceinline__ Ti
     wait_for_multiplies<0>();
     if (kOfInputs + 1 == T::input_steps || last) {
       __syncwarp();
-      if (lane == 0) arrive(barriers.inputs_full + at.inputs.index * 8 + barriers.empty);
+      barriers.release_inputs(args, barriers.inputs_full + at.inputs.index * 8);
       at.inputs.advance(S::inputs);
     }
     return last;
@@ -241,7 +241,7 @@ requires(T::bytes && !T::from_memory && T::parts && T::many) __device__ __forcei
     multiply_piece.template operator()<0>();
     if constexpr (kPieces > 1) multiply_piece.template operator()<1>();
     __syncwarp();
-    if (lane == 0) arrive(inputs_full + barriers.empty);
+    barriers.release_inputs(args, inputs_full);
     at.inputs.advance(S::inputs);
     return last;
   };
@@ -290,7 +290,7 @@ requires(T::bytes && !T::from_memory && T::parts && !T::many) __device__ __force
     wait_for_multiplies<0>();
     add_part<T, 0, N>(sums, part, scales);
     __syncwarp();
-    if (lane == 0) arrive(inputs_full + barriers.empty);
+    barriers.release_inputs(args, inputs_full);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) fragments.decode(record, block);
     at.inputs.advance(S::inputs);

@@ -15,7 +15,7 @@ struct ByteTraits {
   using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
-  static constexpr bool bytes = true, many = kMany, record_scales = Plain::record_scales;
+  static constexpr bool bytes = true, many = kMany, may_share = kMany, record_scales = Plain::record_scales;
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
@@ -100,18 +100,20 @@ requires(T::bytes) __device__
     if (tile.count == 0) return;
     if (threadIdx.x % 32 != 0) continue;
     const int rows = (tile.count + 7) / 8 * 8;
-    std::int64_t row = tile.row + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;
+    const OwnRows<T> own(args, rows);
+    std::int64_t row = tile.row + own.first + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;
     for (int step = 0; step < args.steps; step += T::input_steps) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
       std::byte* to = memory + place.index * S::input_bytes;
       std::uint64_t* full = ring.inputs_full + place.index;
       const int steps = min(T::input_steps, args.steps - step);
       expect_bytes(full, steps * rows * (kRecordColumns + (T::record_scales ? 4 : 0)));
-      for (int i = 0; i < steps; ++i, row += in.tile_rows) {
-        copy_bulk(to + i * S::scales_at, reinterpret_cast<const std::byte*>(in.rows) + row * kRecordColumns,
-                  rows * kRecordColumns, full);
-        if constexpr (T::record_scales) copy_bulk(to + S::scales_at, in.record_scales + row, rows * 4, full);
-      }
+      if constexpr (T::record_scales)
+        copy_own<T>(args, to + S::scales_at + own.first * 4, in.record_scales + row, own.count * 4, full);
+      to += own.first * kRecordColumns;
+      for (int i = 0; i < steps; ++i, row += in.tile_rows, to += S::scales_at)
+        copy_own<T>(args, to, reinterpret_cast<const std::byte*>(in.rows) + row * kRecordColumns,
+                    own.count * kRecordColumns, full);
       place.advance(S::inputs);
       all_filled |= place.index == 0;
     }

@@ -24,7 +24,7 @@ struct WarpgroupTraits {
   using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = Plain::M;
-  static constexpr bool bytes = false;
+  static constexpr bool bytes = false, may_share = kMany;
   /// Operands that one multiply can take.
   static constexpr bool possible = !Plain::split_inputs && !Plain::split_weights;
   /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next.
@@ -89,15 +89,25 @@ struct alignas(16) Tile {
   std::int32_t first = 0, row = 0, first_group = 0;  ///< position, and its row among tiles
 };
 
-/// Tile i of all, or none. Bands of so many items are multiplied tile by tile.
+/// Tile i of all, or none. Bands of items are multiplied tile by tile: a tile's weights by all of them, then
+/// the next tile's. Thread blocks that share an item's tokens have neighbouring tiles, this one the tile of
+/// its rank, which may lie behind all weights.
 template <class T>
 __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int items, int i) {
-  constexpr int band_items = 8;
-  const int per_item = (args.groups + T::groups - 1) / T::groups;
+  const int sharing = T::may_share ? args.sharing_blocks : 1;
+  const int per_item = tiles_of_item(args.groups, T::groups, sharing);
   if (i >= items * per_item) return {};
-  const int band = i / (band_items * per_item), rest = i % (band_items * per_item);
-  const int width = min(band_items, items - band * band_items);
-  const int at = band * band_items + rest % width, group = rest / width * T::groups;
+  int begin = i / per_item, width = 0;  // of the band
+  if (args.items != nullptr) {
+    const Item item = args.items[begin];
+    begin -= item.in_band;
+    width = item.band_items;
+  } else {
+    begin -= begin % kMostBandItems;
+    width = min(kMostBandItems, items - begin);
+  }
+  const int rest = i - begin * per_item, at = begin + rest % width,
+            group = (rest / width * sharing + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
   if (args.items != nullptr) {
     const Item item = args.items[at];
     return {item.expert, item.count, item.first, item.first + args.expert_rows[item.expert], group};
@@ -133,8 +143,9 @@ __device__ __forceinline__ Tile tile_of_block(const GemmArgs& args, TilesAhead& 
   if (i % kTilesAhead == 0) {
     __syncwarp();
     if (lane < kTilesAhead)
-      ahead[lane] =
-          tile_at<T>(args, count_items(args), static_cast<int>(blockIdx.x + (i + lane) * gridDim.x));
+      ahead[lane] = tile_at<T>(
+          args, count_items(args),
+          static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / (T::may_share ? args.sharing_blocks : 1));
     __syncwarp();
   }
   return ahead[i % kTilesAhead];
@@ -151,14 +162,14 @@ struct WarpgroupRing {
   static constexpr bool with_tables = T::bytes && T::P.for_bytes;
   ByteTable tables[with_tables ? kByteTables : 1];
 
-  __device__ void init(int tokens) {
-    if (threadIdx.x == 0) stages = Stages<T>(tokens);
+  __device__ void init(const GemmArgs& args) {
+    if (threadIdx.x == 0) stages = Stages<T>(args.tile_tokens);
     if (with_tables && threadIdx.x < kByteTables) tables[threadIdx.x] = byte_table(threadIdx.x);
     if (threadIdx.x >= T::most_stages) return;
     init_barrier(weights_full + threadIdx.x, 1);
     init_barrier(weights_empty + threadIdx.x, T::warps);
     init_barrier(inputs_full + threadIdx.x, 1);
-    init_barrier(inputs_empty + threadIdx.x, T::warps);
+    init_barrier(inputs_empty + threadIdx.x, T::warps * (T::may_share ? args.sharing_blocks : 1));
     publish_barriers();
   }
 };
@@ -172,6 +183,17 @@ struct RingBarriers {
   __device__ explicit RingBarriers(const WarpgroupRing<T>& ring)
       : weights_full(kept(shared_address(ring.weights_full))), inputs_full(weights_full + inputs_after) {}
 
+  /// This warp has read a stage of inputs: the barrier that says that it is full. All blocks that copy to it
+  /// are told.
+  static __device__ __forceinline__ void release_inputs(const GemmArgs& args, std::uint32_t full) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (T::may_share) {
+      if (lane < args.sharing_blocks) arrive_in_cluster(full + empty, lane);
+    } else if (lane == 0) {
+      arrive(full + empty);
+    }
+  }
+
  private:
   /// A value that is not computed again.
   static __device__ __forceinline__ std::uint32_t kept(std::uint32_t value) {
@@ -179,6 +201,28 @@ struct RingBarriers {
     return value;
   }
 };
+
+/// Of an item's rows those that this block copies for all that share them: multiples of 8, or none.
+template <class T>
+struct OwnRows {
+  int first, count;
+
+  __device__ __forceinline__ OwnRows(const GemmArgs& args, int rows) : first(0), count(rows) {
+    if (!T::may_share || args.sharing_blocks == 1) return;
+    const int half = rows / 16 * 8;
+    const bool second = rank_in_cluster() != 0;
+    first = second ? half : 0;
+    count = second ? rows - half : half;
+  }
+};
+template <class T>
+__device__ __forceinline__ void copy_own(const GemmArgs& args, std::byte* to, const void* from, int bytes,
+                                         std::uint64_t* full) {
+  if (!T::may_share || args.sharing_blocks == 1)
+    copy_bulk(to, from, bytes, full);
+  else if (bytes > 0)
+    copy_bulk_to_pair(to, from, bytes, full);
+}
 
 /// Copies weights, a stage as soon as it has been read; by one warp.
 template <class T>
@@ -195,7 +239,7 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
   bool all_filled = false;  // once
   for (int i = 0;; ++i) {
     const Tile tile = tile_of_block<T>(args, ring.weights_ahead, i);
-    const int groups = min(T::groups, args.groups - tile.first_group);
+    const int groups = max(0, min(T::groups, args.groups - tile.first_group));
     const std::byte* from = args.weights + tile.expert * args.expert_stride + begin +
                             (extra ? extras_at : std::int64_t{0}) +
                             (static_cast<std::int64_t>(tile.first_group + group) * args.all_steps +
@@ -230,20 +274,23 @@ __device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, s
     const Tile tile = tile_of_block<T>(args, ring.inputs_ahead, i);
     if (tile.count == 0) return;
     if (threadIdx.x % 32 != 0) continue;
-    const int rows = (tile.count + 7) / 8 * 8;
-    const int first = tile.expert * args.part_steps;
-    const std::uint16_t* from = in.rows + (tile.row + std::int64_t{2} * first * in.tile_rows) * 64;
+    const int rows = (tile.count + 7) / 8 * 8, first = tile.expert * args.part_steps;
+    const OwnRows<T> own(args, rows);
+    const std::uint16_t* from =
+        in.rows + (tile.row + own.first + std::int64_t{2} * first * in.tile_rows) * 64;
     for (int step = 0; step < args.steps; step += T::input_steps) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
-      std::byte* to = memory + place.index * stages.input_bytes;
+      std::byte* stage = memory + place.index * stages.input_bytes;
+      std::byte* to = stage + own.first * 128;
       std::uint64_t* full = ring.inputs_full + place.index;
       const int halves = 2 * min(T::input_steps, args.steps - step);
       expect_bytes(full, rows * (halves * 128 + (T::record_scales ? 4 : 0)));
-      for (int half = 0; half < halves; ++half, from += std::int64_t{64} * in.tile_rows)
-        copy_bulk(to + half * stages.half, from, rows * 128, full);
+      for (int half = 0; half < halves; ++half, from += std::int64_t{64} * in.tile_rows, to += stages.half)
+        copy_own<T>(args, to, from, own.count * 128, full);
       if constexpr (T::record_scales)
-        copy_bulk(to + 2 * stages.half, in.record_scales + (first + step) * in.tile_rows + tile.row, rows * 4,
-                  full);
+        copy_own<T>(args, stage + 2 * stages.half + own.first * 4,
+                    in.record_scales + (first + step) * in.tile_rows + tile.row + own.first, own.count * 4,
+                    full);
       place.advance(stages.inputs);
       all_filled |= place.index == 0;
     }

@@ -66,9 +66,8 @@ requires(T::bytes&& T::from_memory) __device__ __forceinline__ Tile
                                   warp / kGroupUnits * T::group_extra_bytes +
                                   warp % kGroupUnits * T::extra_stride;
   const auto release = [&](std::uint32_t full) {
-    if (lane != 0) return;
-    arrive(full + barriers.inputs_after + barriers.empty);
-    arrive(full + barriers.empty);
+    barriers.release_inputs(args, full + barriers.inputs_after);
+    if (lane == 0) arrive(full + barriers.empty);
   };
   RowSums<T, N> to;
   to.clear();

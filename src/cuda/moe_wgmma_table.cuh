@@ -19,6 +19,7 @@ GemmKernel warpgroup_kernel() {
             .least_tokens = T::least_tokens,
             .step_bytes = T::step_bytes,
             .tile_groups = T::groups,
+            .may_share = T::may_share,
             .tiled = true};
   return {};
 }

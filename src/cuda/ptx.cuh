@@ -98,6 +98,39 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, std:
       : "memory");
 }
 
+/// The same to both blocks of a pair: to the same place of their shared memory, counted by each one's
+/// barrier.
+__device__ __forceinline__ void copy_bulk_to_pair(void* shared, const void* global, std::uint32_t bytes,
+                                                  std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(static_cast<std::uint16_t>(3))
+      : "memory");
+}
+/// Which block of its cluster this one is.
+__device__ __forceinline__ int rank_in_cluster() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+/// Arrives at the barrier at this address of a block of the cluster. (Without `.cluster`, which would wait
+/// for all of this thread's writes.)
+__device__ __forceinline__ void arrive_in_cluster(std::uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+/// Waits for all threads of a cluster.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 /// 16 bytes from global to shared memory, past L1.
 __device__ __forceinline__ void copy_16_bytes(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
