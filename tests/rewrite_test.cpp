@@ -22,6 +22,15 @@ class Rewrite : public testing::Test {
     files.write(root_.path() / name);
     return open(root_.path() / name);
   }
+  /// Those of a module's, under another name.
+  static void add_layer(Files& files, const std::string& name, std::vector<FileTensor> tensors,
+                        const std::string& module) {
+    for (FileTensor& tensor : tensors)
+      if (tensor.name.starts_with(module)) {
+        tensor.name = name + tensor.name.substr(module.size());
+        files.tensors.push_back(tensor);
+      }
+  }
   static std::vector<float> weights(const Checkpoint& checkpoint, int expert, Projection projection) {
     const auto matrix = checkpoint.expert(0, expert, projection);
     EXPECT_TRUE(matrix) << matrix.status().message();
@@ -141,11 +150,7 @@ TEST_F(Rewrite, ThereAndBackHasTheSameBytes) {
 TEST_F(Rewrite, LayersOutsideOfExpertsAsWell) {
   Files files = make_checkpoint("gptq-sym-g128");
   const std::string from = "model.layers.0.mlp.experts.0.gate_proj", to = "model.layers.0.self_attn.q_proj";
-  for (FileTensor tensor : std::vector<FileTensor>(files.tensors))
-    if (tensor.name.starts_with(from)) {
-      tensor.name = to + tensor.name.substr(from.size());
-      files.tensors.push_back(tensor);
-    }
+  add_layer(files, to, files.tensors, from);
   const Checkpoint source = save(files, "attention");
   ASSERT_EQ(source.other_quantized_layers().size(), 1u);
   ASSERT_TRUE(rewrite(source, root_.path() / "copy", {.to = "awq"}));
@@ -177,11 +182,7 @@ TEST_F(Rewrite, LayersOfSeveralSchemes) {
   Files files = make_checkpoint("ct-w4a16-g128-rtn");
   const Files fp8 = make_checkpoint("ct-fp8-dynamic");
   const std::string from = "model.layers.0.mlp.experts.0.gate_proj", to = "model.layers.0.self_attn.q_proj";
-  for (FileTensor tensor : fp8.tensors)
-    if (tensor.name.starts_with(from)) {
-      tensor.name = to + tensor.name.substr(from.size());
-      files.tensors.push_back(tensor);
-    }
+  add_layer(files, to, fp8.tensors, from);
   nlohmann::json& groups = files.quantization()["config_groups"];
   groups["group_1"] = fp8.config["quantization_config"]["config_groups"]["group_0"];
   groups["group_1"]["targets"] = {"re:.*self_attn.*"};
@@ -259,11 +260,7 @@ TEST_F(Rewrite, TheKvCacheOfASideFile) {
 TEST_F(Rewrite, BiasesOfOtherLayersAreKept) {
   Files files = make_checkpoint("gptq-sym-g128");
   const std::string from = "model.layers.0.mlp.experts.0.gate_proj", to = "model.layers.0.self_attn.q_proj";
-  for (FileTensor tensor : std::vector<FileTensor>(files.tensors))
-    if (tensor.name.starts_with(from)) {
-      tensor.name = to + tensor.name.substr(from.size());
-      files.tensors.push_back(tensor);
-    }
+  add_layer(files, to, files.tensors, from);
   files.tensors.push_back({from + ".bias", "F16", {128}, std::string(256, '\0')});
   files.tensors.push_back({to + ".bias", "F16", {128}, std::string(256, '\1')});
   const Checkpoint source = save(files, "biased");

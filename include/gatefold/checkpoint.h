@@ -96,7 +96,8 @@ class Checkpoint {
   const std::filesystem::path& directory() const;
   const ModelConfig& config() const;
   const std::string& config_text() const;  ///< config.json as it is
-  /// The quantization_config by which tensors are read, as JSON, wherever it stands; "null" if there is none.
+  /// The quantization_config by which tensors are read, wherever it stands, as JSON: with sorted keys, but
+  /// for GPTQ's `dynamic`, which becomes an array of [key, value] in its order. "null" if there is none.
   std::string quantization_text() const;
   std::span<const std::filesystem::path> files() const;
 

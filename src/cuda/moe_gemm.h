@@ -17,8 +17,8 @@ namespace gatefold::cuda {
 struct Item {
   std::int16_t expert, count;
   std::int32_t first;
-  /// Which one it is of so many neighbours whose multiplies read the same weights at about the same time; not
-  /// of lists of at most kFewSlots slots.
+  /// Which one it is of so many neighbours of its expert, whose multiplies read the same weights at about the
+  /// same time. Items that blocks find by themselves (moe_gemm_items.cuh) have none.
   std::int16_t in_band, band_items;
 };
 /// The most of a band: their tokens, and weights that some thread blocks read, have room in the L2 cache.

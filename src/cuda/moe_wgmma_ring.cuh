@@ -89,13 +89,18 @@ struct alignas(16) Tile {
   std::int32_t first = 0, row = 0, first_group = 0;  ///< position, and its row among tiles
 };
 
+/// So many blocks share an item's tokens.
+template <class T>
+__device__ __forceinline__ int sharing(const GemmArgs& args) {
+  return T::may_share ? args.sharing_blocks : 1;
+}
+
 /// Tile i of all, or none. Bands of items are multiplied tile by tile: a tile's weights by all of them, then
 /// the next tile's. Thread blocks that share an item's tokens have neighbouring tiles, this one the tile of
 /// its rank, which may lie behind all weights.
 template <class T>
 __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int items, int i) {
-  const int sharing = T::may_share ? args.sharing_blocks : 1;
-  const int per_item = tiles_of_item(args.groups, T::groups, sharing);
+  const int blocks = sharing<T>(args), per_item = tiles_of_item(args.groups, T::groups, blocks);
   if (i >= items * per_item) return {};
   int begin = i / per_item, width = 0;  // of the band
   if (args.items != nullptr) {
@@ -107,7 +112,7 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int items, int i) 
     width = min(kMostBandItems, items - begin);
   }
   const int rest = i - begin * per_item, at = begin + rest % width,
-            group = (rest / width * sharing + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
+            group = (rest / width * blocks + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
   if (args.items != nullptr) {
     const Item item = args.items[at];
     return {item.expert, item.count, item.first, item.first + args.expert_rows[item.expert], group};
@@ -143,9 +148,8 @@ __device__ __forceinline__ Tile tile_of_block(const GemmArgs& args, TilesAhead& 
   if (i % kTilesAhead == 0) {
     __syncwarp();
     if (lane < kTilesAhead)
-      ahead[lane] = tile_at<T>(
-          args, count_items(args),
-          static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / (T::may_share ? args.sharing_blocks : 1));
+      ahead[lane] = tile_at<T>(args, count_items(args),
+                               static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / sharing<T>(args));
     __syncwarp();
   }
   return ahead[i % kTilesAhead];
@@ -169,7 +173,7 @@ struct WarpgroupRing {
     init_barrier(weights_full + threadIdx.x, 1);
     init_barrier(weights_empty + threadIdx.x, T::warps);
     init_barrier(inputs_full + threadIdx.x, 1);
-    init_barrier(inputs_empty + threadIdx.x, T::warps * (T::may_share ? args.sharing_blocks : 1));
+    init_barrier(inputs_empty + threadIdx.x, T::warps * sharing<T>(args));
     publish_barriers();
   }
 };
@@ -208,7 +212,7 @@ struct OwnRows {
   int first, count;
 
   __device__ __forceinline__ OwnRows(const GemmArgs& args, int rows) : first(0), count(rows) {
-    if (!T::may_share || args.sharing_blocks == 1) return;
+    if (sharing<T>(args) == 1) return;
     const int half = rows / 16 * 8;
     const bool second = rank_in_cluster() != 0;
     first = second ? half : 0;
@@ -218,7 +222,7 @@ struct OwnRows {
 template <class T>
 __device__ __forceinline__ void copy_own(const GemmArgs& args, std::byte* to, const void* from, int bytes,
                                          std::uint64_t* full) {
-  if (!T::may_share || args.sharing_blocks == 1)
+  if (sharing<T>(args) == 1)
     copy_bulk(to, from, bytes, full);
   else if (bytes > 0)
     copy_bulk_to_pair(to, from, bytes, full);
