@@ -36,21 +36,17 @@ struct ExpertLoad {
 /// `at` of all.
 __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, const ExpertLoad& load,
                                             int position, int at, int first, int step) {
-  const int steps = (load.tokens + args.step - 1) / args.step, items = min(load.items, args.most_items - at);
-  const int bands = (load.items + kMostBandItems - 1) / kMostBandItems;
-  const auto begin_of_band = [&](std::int64_t band) {
-    return static_cast<int>((band * load.items + bands - 1) / bands);
-  };
+  const int items = min(load.items, args.most_items - at);
+  if (first >= items) return;
+  const EvenCut steps((load.tokens + args.step - 1) / args.step, load.items);
+  const EvenCut bands(load.items, (load.items + kMostBandItems - 1) / kMostBandItems);
   for (int i = first; i < items; i += step) {
-    const auto cut = [&](std::int64_t item) {
-      return min(load.tokens, static_cast<int>(steps * item / load.items) * args.step);
-    };
+    const auto cut = [&](int item) { return min(load.tokens, steps.begin(item) * args.step); };
     const int begin = cut(i), end = cut(i + 1);
-    const int band = static_cast<int>(std::int64_t{i} * bands / load.items),
-              begin_of_own = begin_of_band(band);
+    const int band = bands.part_of(i), begin_of_band = bands.begin(band);
     args.items[at + i] = {static_cast<std::int16_t>(expert), static_cast<std::int16_t>(end - begin),
-                          position + begin, static_cast<std::int16_t>(i - begin_of_own),
-                          static_cast<std::int16_t>(min(items, begin_of_band(band + 1)) - begin_of_own)};
+                          position + begin, static_cast<std::int16_t>(i - begin_of_band),
+                          static_cast<std::int16_t>(min(items, bands.begin(band + 1)) - begin_of_band)};
   }
 }
 

@@ -9,6 +9,22 @@
 
 namespace gatefold::cuda {
 
+/// A whole cut into parts that differ by at most one: the first ones have one more.
+struct EvenCut {
+  std::int32_t each, more;
+
+  GATEFOLD_HD constexpr EvenCut(std::int32_t whole, std::int32_t parts)
+      : each(whole / parts), more(whole % parts) {}
+  GATEFOLD_HD constexpr std::int32_t begin(std::int32_t part) const {
+    return part * each + (part < more ? part : more);
+  }
+  /// Which part has number `at` of the whole.
+  GATEFOLD_HD constexpr std::int32_t part_of(std::int32_t at) const {
+    const std::int32_t in_larger = more * (each + 1);
+    return at < in_larger ? at / (each + 1) : more + (at - in_larger) / each;
+  }
+};
+
 /// Cuts the tokens of every expert into as few items of at most `tokens` as will do, which are multiples of
 /// `step`, but for the rest, and differ by no more than that; experts with most tokens first.
 struct ItemArgs {
