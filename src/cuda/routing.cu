@@ -199,11 +199,6 @@ __device__ void sort_slots(const RouteArgs& args, const ItemArgs& items, std::in
   sort.place(shared_words);
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-  __cluster_barrier_arrive();
-  __cluster_barrier_wait();
-}
-
 /// A warp for each token.
 constexpr int kChooseThreads = 64;
 
@@ -220,10 +215,10 @@ __global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs ar
   wait_for_previous_kernel();
   std::int32_t* ids = shared_words + route_words(warps(), args.experts);
   const int tokens = tokens_of(args), first = static_cast<int>(blockIdx.x) * warps() + warp();
-  if (gridDim.x > 1) cluster_barrier();  // the first block must run before others write to it
+  if (gridDim.x > 1) sync_cluster();  // the first block must run before others write to it
   route_tokens(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
                static_cast<std::int32_t*>(__cluster_map_shared_rank(ids, 0)));
-  gridDim.x > 1 ? cluster_barrier() : __syncthreads();
+  gridDim.x > 1 ? sync_cluster() : __syncthreads();
   if (blockIdx.x == 0) sort_slots(args, items, ids, tokens * args.top_k);
 }
 
