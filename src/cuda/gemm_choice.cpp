@@ -12,8 +12,10 @@ namespace {
 
 /// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/performance.md): of a group of
 /// units in one item, or of a tile of groups; for each token that is multiplied; and for each at its end.
+/// `several`: times that where an expert has several items, whose multiplies are the limit, not reading: two
+/// warpgroups hide less than three.
 struct Costs {
-  double decode, token, end;
+  double decode, token, end, several = 1;
 };
 Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
   const GemmKernel& kernel = choice.kernels[0];
@@ -27,7 +29,10 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
   }
   const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
   if (of_bytes && format.for_bytes) return few ? Costs{558, 10.5, 36} : Costs{428, 4.8, 14};
-  if (of_bytes && bits == 8) return few ? Costs{80, 11.7, 1} : Costs{242, 10.2, 31};
+  if (of_bytes && bits == 8)
+    return few                        ? Costs{80, 11.7, 1}
+           : kernel.threads > 3 * 128 ? Costs{242, 10.2, 31}
+                                      : Costs{161, 6.8, 21, 1.2};
   if (of_bytes) return few ? Costs{800, 10.3, 28} : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
   if (bits == 8) return few ? Costs{1332, 16.2, 46} : Costs{903, 18.6, 107};
@@ -93,8 +98,9 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
     const double items = std::ceil(load.tokens / tile), of_items = items * load.experts * tiles_of_item;
     tiles += of_items;
     const double multiplied = multiplied_tokens(choice.tuning, choice.kernels[0], load.tokens, items);
-    clocks += of_items * steps * costs.decode +
-              load.experts * tiles_of_item * multiplied * (steps * costs.token + costs.end);
+    clocks += (items > 1 ? costs.several : 1) *
+              (of_items * steps * costs.decode +
+               load.experts * tiles_of_item * multiplied * (steps * costs.token + costs.end));
     cached += items * load.experts * bytes;
     read += load.experts * bytes;
   }

@@ -118,7 +118,9 @@ struct RecordScales {
   alignas(16) std::uint32_t words[bytes / 4 + 1];
   std::uint32_t zeros[1];
 
-  __device__ RecordScales(const std::byte* extra, int lane) {
+  RecordScales() = default;
+  __device__ RecordScales(const std::byte* extra, int lane) { load(extra, lane); }
+  __device__ __forceinline__ void load(const std::byte* extra, int lane) {
     const int row = lane / 4, at = P.banded ? 0 : (P.folded ? lane / (P.group / 16) : row) * bytes;
     if constexpr (bytes != 0) load_words<bytes>(extra + at, words);
     if constexpr (P.zeros) load_words<groups>(extra + P.scale_bytes() + row * groups, zeros);

@@ -3,10 +3,11 @@
 /// The kernel of moe_gemm.h for many tokens an expert: multiplies by warpgroups (wgmma.cuh). Weights are the
 /// A operand, decoded into registers; tokens are the B operand, read from shared memory.
 ///
-/// Two warps fill rings of stages (moe_wgmma_ring.cuh), two or four warpgroups multiply, each warp the 16
-/// rows of one or two units: a batch of columns of a unit is decoded while the one before it is multiplied.
-/// Where scales belong to groups of columns, sums are in units of the group's scale, and are brought to the
-/// next one's between two batches.
+/// Two warps fill rings of stages (moe_wgmma_ring.cuh). For few tokens four warpgroups multiply, each warp
+/// the 16 rows of a unit: some decode while others multiply. For many tokens two do, each warp two units in
+/// turn: a batch of columns of one unit is decoded while one of the other is multiplied. Where scales belong
+/// to groups of columns, sums are in units of the group's scale, and are brought to the next one's between
+/// two batches.
 
 #include "cuda/moe_gemm.cuh"
 #include "cuda/moe_wgmma_finish.cuh"
@@ -31,6 +32,43 @@ struct Fragments {
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[2 * block + j / 2][2 * (j % 2) + r] = row[j];
     }
+  }
+  /// What has been decoded is not decoded later, among multiplies.
+  __device__ __forceinline__ void keep() {
+#pragma unroll
+    for (auto& of_multiply : a)
+#pragma unroll
+      for (Pair& pair : of_multiply) asm volatile("" : "+r"(pair));
+  }
+};
+
+/// Where the records of a warp's first unit, and their scales, are in a stage of weights: from the start of
+/// shared memory on.
+template <class T>
+struct StageRecords {
+  int record = 0, extra = 0;
+
+  __device__ __forceinline__ void enter(int stage) {
+    const int warp = threadIdx.x / 32, unit = warp / 4 * 4 * T::units + warp % 4, group = unit / kGroupUnits;
+    record = stage + group * T::group_bytes + unit % kGroupUnits * T::record_bytes;
+    extra = T::P.apart()
+                ? stage + T::extras_at + group * T::group_extra_bytes + unit % kGroupUnits * T::extra_stride
+                : record + T::P.value_bytes();
+  }
+  /// A batch of columns of unit u. Returns the scales of its record, if a group of columns begins with it.
+  __device__ __forceinline__ RecordScales<T::P> decode(Fragments<T>& to, const std::byte* memory,
+                                                       int of_stage, int batch, int u) const {
+    constexpr PackedFormat P = T::P;
+    constexpr int next_unit = 4 / kGroupUnits;  // groups from a warp's unit to its next one
+    constexpr int extra_group = P.apart() ? T::group_extra_bytes : T::group_bytes,
+                  extra_step = P.apart() ? T::step_extra_bytes : T::step_bytes;
+    const int lane = threadIdx.x % 32;
+    RecordScales<P> scales;
+    if (P.folded || P.zeros || batch * T::batch % P.group == 0)
+      scales.load(memory + extra + u * next_unit * extra_group + of_stage * extra_step, lane);
+    to.decode(memory + record + u * next_unit * T::group_bytes + of_stage * T::step_bytes, scales, batch,
+              lane);
+    return scales;
   }
 };
 
@@ -78,10 +116,8 @@ struct UnitSums {
     for (int r = 0; r < 2; ++r) result.unit[r] = unit[r];
   }
   /// Adds the sums of a group, whose multiplies are done. x_scales: of this lane's columns of B.
-  __device__ __forceinline__ void add_part(const RecordScales<T::P>& scales, int group,
-                                           const float* x_scales) {
+  __device__ __forceinline__ void add_part(const float* of_rows, const float* x_scales) {
     take_sums(part);
-    const float of_rows[2] = {scales.scale(group, 0), scales.scale(group, 1)};
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       sums[i] = fmaf(part[i], of_rows[i / 2 % 2] * x_scales[i / 4 * 8 + i % 2], sums[i]);
@@ -111,9 +147,9 @@ __device__ __forceinline__ void copy_end_scales(const GemmArgs& args, const Tile
     if constexpr (T::scaled_tokens > 0)
       for (int i = thread; i < tile.count; i += 128)
         copy_4_bytes(own + i, args.inputs.row_scales + tile.row + i);
-    const int row =
-        tile.first_group * (kGroupUnits * kUnitRows) + threadIdx.x / 128 * kWarpgroupRows + thread;
-    if (T::P.row_scale && thread < kWarpgroupRows && row < args.groups * (kGroupUnits * kUnitRows))
+    constexpr int rows = T::units * kWarpgroupRows;
+    const int row = tile.first_group * (kGroupUnits * kUnitRows) + threadIdx.x / 128 * rows + thread;
+    if (T::P.row_scale && thread < rows && row < args.groups * (kGroupUnits * kUnitRows))
       copy_4_bytes(own + T::scaled_tokens + thread,
                    reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride) + row);
   }
@@ -130,21 +166,20 @@ __device__ __forceinline__ EndScales end_scales(const GemmArgs& args, const Tile
   return {args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row, nullptr};
 }
 
-/// A tile by its item's tokens, at most N. Its first stage of weights is there.
+/// A tile by its item's tokens, at most N. Its first stage of weights is there. A step's columns are decoded
+/// and multiplied batch by batch.
 template <class T, int N>
-__device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring,
-                                              const RingBarriers<T>& barriers, Places& at, std::byte* memory,
-                                              TileResult<T>& result) {
-  constexpr PackedFormat P = T::P;
+requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
+    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
+                  Places& at, std::byte* memory, TileResult<T>& result) {
+  static_assert(!T::record_scales);
   constexpr int kBatches = kRecordColumns / T::batch;
-  const Stages<T>& stages = ring.stages;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int unit = warp / 4 * 4 * T::units + warp % 4, group = unit / kGroupUnits;  // the first one
-  constexpr int next_unit = 4 / kGroupUnits;  // groups from a warp's unit to its next one
-  UnitSums<T, N> to[T::units];
-#pragma unroll
-  for (auto& sums : to) sums.clear();
+  const Stages<T> stages = ring.stages;  // in registers
+  const int lane = threadIdx.x % 32;
+  UnitSums<T, N> to;
+  to.clear();
   Fragments<T> fragments[2];
+  StageRecords<T> records;
   const auto release_weights = [&] {
     if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
     at.weights.advance(stages.weights);
@@ -152,56 +187,39 @@ __device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const Warpgr
 #pragma unroll 1
   for (int step = 0;;) {
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
-    const std::byte* const stage = memory + stages.weights_at + at.weights.index * T::weight_bytes;
-    const std::byte* const records = stage + group * T::group_bytes + unit % kGroupUnits * T::record_bytes;
-    const std::byte* const extras = T::P.apart() ? stage + T::extras_at + group * T::group_extra_bytes +
-                                                       unit % kGroupUnits * T::extra_stride
-                                                 : records + T::P.value_bytes();
+    records.enter(stages.weights_at + at.weights.index * T::weight_bytes);
 #pragma unroll
     for (int of_stage = 0; of_stage < T::steps; ++of_stage) {
       if (of_stage > 0 && step + of_stage == args.steps) break;
-      const bool first = of_stage % T::input_steps == 0,
-                 last = (of_stage + 1) % T::input_steps == 0 || step + of_stage + 1 == args.steps;
+      const int of_inputs = of_stage % T::input_steps;
       const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
-      if (first) wait_barrier(inputs_full, at.inputs.parity);
-      const std::byte* record = records + of_stage * T::step_bytes;
-      const std::byte* extra = extras + of_stage * (T::P.apart() ? T::step_extra_bytes : T::step_bytes);
-      const std::byte* inputs = memory + at.inputs.index * stages.input_bytes;
-      const std::uint32_t columns = add_bytes(swizzled_rows(__shfl_sync(~0u, shared_address(inputs), 0)),
-                                              of_stage % T::input_steps * 2 * stages.half);
+      if (of_inputs == 0) wait_barrier(inputs_full, at.inputs.parity);
+      const std::uint32_t rows = shared_address(memory + at.inputs.index * stages.input_bytes),
+                          columns = add_bytes(swizzled_rows(__shfl_sync(~0u, rows, 0)),
+                                              of_inputs * 2 * stages.half);
       const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
-      const float* x = reinterpret_cast<const float*>(inputs + 2 * stages.half) + lane % 4 * 2;  // scales
-
 #pragma unroll
-      for (int batch = 0; batch < kBatches; ++batch)
-#pragma unroll
-        for (int u = 0; u < T::units; ++u) {
-          const RecordScales<P> scales(
-              extra + u * next_unit * (T::P.apart() ? T::group_extra_bytes : T::group_bytes), lane);
-          Fragments<T>& a = fragments[(batch * T::units + u) % 2];
-          a.decode(record + u * next_unit * T::group_bytes, scales, batch, lane);
-          if constexpr (T::scaled_groups)
-            if (batch * T::batch % P.group == 0) {
-              if constexpr (T::units == 1) wait_for_multiplies<0>();
-              to[u].change_unit(scales, batch * T::batch / P.group);
-            }
-          begin_multiplies();
-#pragma unroll
-          for (int i = 0; i < T::batch / 16; ++i) {
-            const int k = batch * T::batch + i * 16;
-            Wgmma<N, T::M>::run(to[u].to(), a.a[i], add_bytes(halves[k / 64], k % 64 * 2));
-          }
-          commit_multiplies();
-          if (T::record_scales && batch + 1 == kBatches) {
+      for (int batch = 0; batch < kBatches; ++batch) {
+        Fragments<T>& a = fragments[batch % 2];
+        const auto scales = records.decode(a, memory, of_stage, batch, 0);
+        if constexpr (T::scaled_groups)
+          if (batch * T::batch % T::P.group == 0) {
             wait_for_multiplies<0>();
-            if constexpr (T::record_scales) to[u].add_part(scales, 0, x);
-          } else if (batch * T::units + u + 1 < kBatches * T::units) {
-            wait_for_multiplies<1>();  // of the fragments that come next
-          } else {
-            wait_for_multiplies<0>();
+            to.change_unit(scales, batch * T::batch / T::P.group);
           }
+        begin_multiplies();
+#pragma unroll
+        for (int i = 0; i < T::batch / 16; ++i) {
+          const int k = batch * T::batch + i * 16;
+          Wgmma<N, T::M>::run(to.sums, a.a[i], add_bytes(halves[k / 64], k % 64 * 2));
         }
-      if (!last) continue;
+        commit_multiplies();
+        if (batch + 1 < kBatches)
+          wait_for_multiplies<1>();  // of the fragments that come next
+        else
+          wait_for_multiplies<0>();
+      }
+      if (of_inputs + 1 < T::input_steps && step + of_stage + 1 < args.steps) continue;
       __syncwarp();
       barriers.release_inputs(args, inputs_full);
       at.inputs.advance(stages.inputs);
@@ -209,6 +227,108 @@ __device__ __forceinline__ Tile multiply_tile(const GemmArgs& args, const Warpgr
     if ((step += T::steps) >= args.steps) break;
     release_weights();
   }
+  const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
+  __syncwarp();
+  release_weights();
+  to.leave(result[0]);
+  return tile;
+}
+
+/// The same of many tokens. While columns of a unit are multiplied, the next ones are decoded, and stages of
+/// the next step are waited for.
+template <class T, int N>
+requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
+    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
+                  Places& at, std::byte* memory, TileResult<T>& result) {
+  static_assert(T::input_steps == 1);
+  constexpr PackedFormat P = T::P;
+  constexpr int kParts = kRecordColumns / T::batch * T::units;  // of a step: batches of columns by units
+  const Stages<T>& stages = ring.stages;
+  const int lane = threadIdx.x % 32;
+  UnitSums<T, N> to[T::units];
+#pragma unroll
+  for (auto& sums : to) sums.clear();
+  Fragments<T> fragments[2];
+  StageRecords<T> records;
+  const auto enter_weights = [&] { records.enter(stages.weights_at + at.weights.index * T::weight_bytes); };
+  float of_rows[T::units][2];  // scales of the last record of each unit
+  const auto decode = [&](int of_stage, int part) {
+    const int batch = part / T::units, u = part % T::units;
+    const auto scales = records.decode(fragments[part % 2], memory, of_stage, batch, u);
+    fragments[part % 2].keep();
+    if constexpr (T::scaled_groups)  // this unit's multiplies are done, not the other one's
+      if (batch * T::batch % P.group == 0) to[u].change_unit(scales, batch * T::batch / P.group);
+    if (T::record_scales && batch == 0)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) of_rows[u][r] = scales.scale(0, r);
+  };
+  const auto release_weights = [&] {
+    if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
+    at.weights.advance(stages.weights);
+  };
+  /// The rows of a stage of activations, as soon as they are there.
+  const auto wait_for_inputs = [&](const StagePlace& place) {
+    wait_barrier(barriers.inputs_full + place.index * 8, place.parity);
+    return swizzled_rows(shared_address(memory + place.index * stages.input_bytes));
+  };
+  enter_weights();
+  decode(0, 0);
+  std::uint32_t rows = wait_for_inputs(at.inputs);
+  int left = args.steps;  // that are not multiplied
+  // Step kStep of a stage of weights. Returns whether it was the last one of all.
+  const auto multiply_step = [&]<int kStep>() {
+    const std::uint32_t columns = __shfl_sync(~0u, rows, 0);  // the same for all lanes
+    const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
+    const bool last = --left == 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int column = part / T::units * T::batch;
+      UnitSums<T, N>& sums = to[part % T::units];
+      begin_multiplies();
+#pragma unroll
+      for (int i = 0; i < T::batch / 16; ++i) {
+        const int k = column + i * 16;
+        Wgmma<N, T::M>::run(sums.to(), fragments[part % 2].a[i], add_bytes(halves[k / 64], k % 64 * 2));
+      }
+      commit_multiplies();
+      wait_for_multiplies<1>();  // of the fragments that come next
+      if (part + 1 < kParts) {
+        decode(kStep, part + 1);
+        continue;
+      }
+      [[maybe_unused]] const float of_first[2] = {of_rows[0][0], of_rows[0][1]};  // the next one is decoded
+      StagePlace next_inputs = at.inputs;
+      next_inputs.advance(stages.inputs);
+      if (!last) {  // without a branch the compiler would wait for the multiplies first
+        if (kStep + 1 == T::steps) {
+          __syncwarp();
+          release_weights();
+          wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
+          enter_weights();
+        }
+        decode((kStep + 1) % T::steps, 0);
+        rows = wait_for_inputs(next_inputs);
+      }
+      wait_for_multiplies<0>();
+      if constexpr (T::record_scales) {
+        const std::byte* const x_scales = memory + at.inputs.index * stages.input_bytes + 2 * stages.half;
+#pragma unroll
+        for (int u = 0; u < T::units; ++u)
+          to[u].add_part(u == 0 ? of_first : of_rows[u],
+                         reinterpret_cast<const float*>(x_scales) + lane % 4 * 2);
+        __syncwarp();
+      }
+      barriers.release_inputs(args, barriers.inputs_full + at.inputs.index * 8);
+      at.inputs = next_inputs;
+    }
+    return last;
+  };
+  if constexpr (T::steps == 1)
+    while (!multiply_step.template operator()<0>()) {
+    }
+  else
+    while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {
+    }
   const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
   __syncwarp();
   release_weights();

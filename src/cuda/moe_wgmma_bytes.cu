@@ -30,11 +30,14 @@ GemmKernel kernel_for(InputKind input, int tokens) {
   GemmKernel found;
   const auto make = [&]<InputKind kInput>() {
     if constexpr (has_kind(S::id, kInput == InputKind::e4m3_fast ? InputKind::e4m3 : kInput) &&
-                  ByteTraits<S, kWide, kInput, true>::possible)
-      if (input == kInput)
-        found = tokens <= ByteTraits<S, kWide, kInput, false>::tokens
-                    ? kernel_of<ByteTraits<S, kWide, kInput, false>>()
-                    : kernel_of<ByteTraits<S, kWide, kInput, true>>();
+                  ByteTraits<S, kWide, kInput, TileSize::many>::possible)
+      if (input == kInput) {
+        using Few = ByteTraits<S, kWide, kInput, TileSize::few>;
+        using Many = ByteTraits<S, kWide, kInput, TileSize::many>;
+        found = tokens <= Few::tokens ? kernel_of<Few>() : kernel_of<Many>();
+        if constexpr (Many::from_memory)
+          if (tokens > Many::tokens) found = kernel_of<ByteTraits<S, kWide, kInput, TileSize::most>>();
+      }
   };
   make.template operator()<InputKind::e4m3>();
   make.template operator()<InputKind::e4m3_fast>();

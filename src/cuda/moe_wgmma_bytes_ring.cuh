@@ -8,14 +8,18 @@
 
 namespace gatefold::cuda {
 
-/// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for three warpgroups, or two
-/// that decode, not four.
-template <class SchemeTag, bool kWide, InputKind kInput, bool kMany>
+/// How many tokens items may have: at most kFewTokensOfTile; more; or, by fewer rows, still more. Sums leave
+/// registers for four, three or two warpgroups; or, where they decode, for two, whose warps have two units
+/// or one.
+enum class TileSize { few, many, most };
+
+template <class SchemeTag, bool kWide, InputKind kInput, TileSize kSize>
 struct ByteTraits {
   using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
-  static constexpr bool bytes = true, many = kMany, may_share = kMany, record_scales = Plain::record_scales;
+  static constexpr bool bytes = true, few = kSize == TileSize::few, may_share = !few;
+  static constexpr bool record_scales = Plain::record_scales;
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
@@ -30,18 +34,22 @@ struct ByteTraits {
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
   /// The most of an item: so many have room beside sums of a record.
-  static constexpr int tokens = !kMany         ? kFewTokensOfTile
-                                : P.for_bytes  ? kMostTokensOfTile
-                                : !from_memory ? 192
-                                : parts        ? 128
-                                               : kManyTokensOfTile;
+  static constexpr bool most = kSize == TileSize::most;
+  static_assert(from_memory || !most);
+  static constexpr int tokens = few            ? kFewTokensOfTile
+                                : !from_memory ? (P.for_bytes ? kMostTokensOfTile : 192)
+                                : most         ? (parts ? 192 : kMostTokensOfTile)
+                                               : (parts ? 128 : kManyTokensOfTile);
   /// The kernel is there for so many tokens, and for multiples of steps.
-  static constexpr int least_tokens = kMany ? 64 : 32,
-                       token_step = kMany && from_memory ? 16 : kTokenStepOfTile;
+  static constexpr int least_tokens = most          ? 128
+                                      : !few        ? 64
+                                      : from_memory ? 32
+                                                    : 16,
+                       token_step = few || (from_memory && !most) ? 16 : kTokenStepOfTile;
   /// Units of a warp; warps that multiply.
-  static constexpr int units = 1, warps = !kMany ? 16 : from_memory ? 12 : 8;
+  static constexpr int units = few && !from_memory ? 2 : 1, warps = !from_memory || most ? 8 : few ? 16 : 12;
   static constexpr int threads = (warps + 4) * 32;
-  static constexpr int groups = warps / kGroupUnits;  ///< of a tile
+  static constexpr int groups = warps * units / kGroupUnits;  ///< of a tile
   /// Of the threads that multiply, and of those that fill the rings: together, what all are launched with.
   static constexpr int registers = warps == 16   ? 104
                                    : warps == 12 ? 152
@@ -53,7 +61,7 @@ struct ByteTraits {
 
   /// Of a stage of weights: copies of less than 4 KB are slow.
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;
-  static constexpr int input_steps = P.for_bytes && !kMany ? 2 : 1;  ///< of a stage of activations
+  static constexpr int input_steps = P.for_bytes && few ? 2 : 1;  ///< of a stage of activations
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   /// Swizzled rows begin at multiples of 1024 bytes.
   static constexpr int extras_at = groups * group_bytes,
@@ -62,7 +70,7 @@ struct ByteTraits {
   static constexpr int end_tokens = 32;  ///< whose results are in shared memory together
   /// f32 of a warpgroup, for the end of a tile: of tokens, and of rows.
   static constexpr int scaled_tokens = record_scales ? 0 : tokens,
-                       end_scales = scaled_tokens + (P.row_scale ? kWarpgroupRows : 0);
+                       end_scales = scaled_tokens + (P.row_scale ? kWarpgroupRows * units : 0);
   static constexpr int all_bytes = P.for_bytes ? 228352 : 230400;  ///< and 2048 of tables
   static constexpr int ring_bytes = all_bytes - warps / 4 * end_tokens * kEndBytes,
                        shared_bytes = all_bytes + 1024;

@@ -59,7 +59,10 @@ class LaneRows {
 
   __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, const EndScales& scales,
                                       std::byte* memory, int of_warp)
-      : args_(args), tile_(tile), scales_(scales), gate_up_(args.kind == GemmKind::gate_up) {
+      : args_(args),
+        tile_(tile),
+        scales_{scales.tokens, scales.rows + (T::bytes ? of_warp * kWarpgroupRows : 0)},
+        gate_up_(args.kind == GemmKind::gate_up) {
     int thread;  // not a value that took a register during the multiply
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     thread_ = thread % 128;

@@ -38,7 +38,7 @@ struct WarpgroupTraits {
   static constexpr int tokens = !kMany || record_scales ? kFewTokensOfTile
                                 : P.value.bits == 16    ? 128
                                                         : kManyTokensOfTile;
-  static constexpr int least_tokens = kMany ? 64 : 32, token_step = kTokenStepOfTile;
+  static constexpr int least_tokens = kMany ? 64 : 16, token_step = kMany ? kTokenStepOfTile : 16;
   static constexpr int units = kMany ? 2 : 1;  ///< of a warp
   static constexpr int warps = 16 / units;     ///< that multiply
   static constexpr int threads = (warps + 4) * 32;

@@ -12,7 +12,9 @@ namespace gatefold::cuda {
 #define GATEFOLD_SUMS_16(c, i)                                                                \
   GATEFOLD_SUMS_4(c, 16 * i), GATEFOLD_SUMS_4(c, 16 * i + 4), GATEFOLD_SUMS_4(c, 16 * i + 8), \
       GATEFOLD_SUMS_4(c, 16 * i + 12)
+#define GATEFOLD_SUMS_OF_16(c) GATEFOLD_SUMS_4(c, 0), GATEFOLD_SUMS_4(c, 4)
 #define GATEFOLD_SUMS_OF_32(c) GATEFOLD_SUMS_16(c, 0)
+#define GATEFOLD_SUMS_OF_48(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_4(c, 16), GATEFOLD_SUMS_4(c, 20)
 #define GATEFOLD_SUMS_OF_64(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1)
 #define GATEFOLD_SUMS_OF_80(c) \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
@@ -50,7 +52,13 @@ struct ByteWgmma;
     }                                                                                                     \
   };
 
+GATEFOLD_BYTE_WGMMA(16, 8, 9, 10, 11, 12, 13, "%0, %1, %2, %3, %4, %5, %6, %7", GATEFOLD_SUMS_OF_16)
 GATEFOLD_BYTE_WGMMA(32, 16, 17, 18, 19, 20, 21, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
+GATEFOLD_BYTE_WGMMA(48, 24, 25, 26, 27, 28, 29,
+                    GATEFOLD_R0
+                    ", "
+                    "%16, %17, %18, %19, %20, %21, %22, %23",
+                    GATEFOLD_SUMS_OF_48)
 GATEFOLD_BYTE_WGMMA(64, 32, 33, 34, 35, 36, 37, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_SUMS_OF_64)
 GATEFOLD_BYTE_WGMMA(80, 40, 41, 42, 43, 44, 45,
                     GATEFOLD_R0 ", " GATEFOLD_R1
@@ -113,6 +121,11 @@ struct RowsWgmma;
       GATEFOLD_SUMS_4(c, 64), GATEFOLD_SUMS_4(c, 68)
 
 GATEFOLD_ROWS_WGMMA(32, 16, 17, 18, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
+GATEFOLD_ROWS_WGMMA(48, 24, 25, 26,
+                    GATEFOLD_R0
+                    ", "
+                    "%16, %17, %18, %19, %20, %21, %22, %23",
+                    GATEFOLD_SUMS_OF_48)
 GATEFOLD_ROWS_WGMMA(64, 32, 33, 34, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_SUMS_OF_64)
 GATEFOLD_ROWS_WGMMA(80, 40, 41, 42,
                     GATEFOLD_R0 ", " GATEFOLD_R1
@@ -135,6 +148,18 @@ GATEFOLD_ROWS_WGMMA(144, 72, 73, 74,
 GATEFOLD_ROWS_WGMMA(160, 80, 81, 82,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4,
                     GATEFOLD_SUMS_OF_160)
+GATEFOLD_ROWS_WGMMA(192, 96, 97, 98,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", " GATEFOLD_R5,
+                    GATEFOLD_SUMS_OF_192)
+GATEFOLD_ROWS_WGMMA(224, 112, 113, 114,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", " GATEFOLD_R5 ", " GATEFOLD_R6,
+                    GATEFOLD_SUMS_OF_224)
+GATEFOLD_ROWS_WGMMA(256, 128, 129, 130,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", " GATEFOLD_R5 ", " GATEFOLD_R6 ", " GATEFOLD_R7,
+                    GATEFOLD_SUMS_OF_256)
 #undef GATEFOLD_ROWS_WGMMA
 #undef GATEFOLD_ROWS_WGMMA_OF
 
