@@ -29,7 +29,7 @@ struct Elements {
     if (wide) {
 #pragma unroll
       for (int i = 0; i < kWords; i += 4) {
-        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + i / 4);
+        const uint4 four = reinterpret_cast<const uint4*>(from)[i / 4];
         words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
       }
     } else {
@@ -37,9 +37,9 @@ struct Elements {
       for (int i = 0; i < kCount; ++i) {
         if (begin + i >= k) break;
         if constexpr (F.bits == 32)
-          words[i] = __ldg(reinterpret_cast<const std::uint32_t*>(from) + i);
+          words[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
         else
-          words[i / 2] |= static_cast<std::uint32_t>(__ldg(reinterpret_cast<const std::uint16_t*>(from) + i))
+          words[i / 2] |= static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(from)[i])
                           << (i % 2 * 16);
       }
     }
@@ -83,12 +83,11 @@ struct Elements {
     if (largest < inf) return {value(largest), true};
     largest = 0;
 #pragma unroll
-    for (const std::uint32_t word : words)
-#pragma unroll
-      for (int half = 0; half < 32 / F.bits; ++half) {
-        const std::uint32_t magnitude = word >> (F.bits % 32 * half) & ((1u << (F.bits - 1)) - 1);
-        if (magnitude < inf) largest = max(largest, magnitude);
-      }
+    for (int i = 0; i < kCount; ++i) {
+      const std::uint32_t word = words[i * F.bits / 32] >> (i * F.bits % 32);
+      const std::uint32_t magnitude = word & ((1u << (F.bits - 1)) - 1);
+      if (magnitude < inf) largest = max(largest, magnitude);
+    }
     return {value(largest), false};
   }
 

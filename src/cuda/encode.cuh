@@ -103,18 +103,18 @@ __device__ __forceinline__ std::uint32_t encode_word(const float (&x)[32 / F.bit
   return bits;
 }
 
-/// x / scale for many x of at most 11 significant bits (bf16, f16), near enough for codes of at most 8 bits:
-/// rounded as IEEE division does, wherever that decides between two codes.
+/// x / scale for many x, near enough for codes of at most 8 bits: rounded as IEEE division does, wherever
+/// that decides between two codes.
 ///
 /// With r = 1 / d rounded, q = x * r is off by 2 ulp at most, and after a Newton step the relative error is
-/// below 2^-45 before the last rounding. That could only differ from division if x / d lay within 2^-45 of
-/// the middle of two floats beside a number m of at most 8 bits, where two codes meet: x * 2^a = d * (m *
-/// 2^24 + 1) + j, with integers x, d < 2^24 and a small j. Taken modulo powers of two, this leaves only
-/// powers of two for x and m, and d = 2^24 - 1, the one significand whose reciprocal is not rounded correctly
-/// here either; fits() refuses it.
-class ShortDivider {
+/// below 2^-44 before the last rounding. That can only differ from division if x / d lies within 2^-44 of the
+/// middle of two floats, one of which is a number m of at most 8 bits, where two codes meet: with integers x,
+/// d < 2^24, 128 <= m <= 256 and a small j, x * 2^a = d * (m * 2^17 + 1 or - 1) + j, where a >= 24. For each
+/// m and j that leaves one d modulo 2^24: they are few enough to try them all, and none is wrong
+/// (encode_test.cu) but where r is not rounded correctly, which is where d = 2^24 - 1; fits() refuses it.
+class FastDivider {
  public:
-  explicit __device__ __forceinline__ ShortDivider(float scale) : scale_(scale) {
+  explicit __device__ __forceinline__ FastDivider(float scale) : scale_(scale) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal_) : "f"(scale));
     reciprocal_ = fmaf(fmaf(-scale, reciprocal_, 1.0f), reciprocal_, reciprocal_);
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/elements.cuh"
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
 #include "cuda/rounding.cuh"
@@ -9,69 +10,44 @@
 namespace gatefold::cuda {
 namespace {
 
-constexpr int kThreads = 256;   // of a row at most
+constexpr int kThreads = 256;   // of a block at most
 constexpr int kPerThread = 8;   // neighbours in k
 constexpr int kMostBlocks = 8;  // of a row: a cluster
 constexpr int kManyRows = 256;  // that keep all multiprocessors busy with few threads each
 
+/// What threads read of a row of x.
+template <class Input>
 struct Row {
-  const InputArgs& args;
-  std::int64_t row, from;  // of those that are rounded, of x
+  using Piece = Elements<Input::format, kPerThread>;
+  using Range = typename Piece::Range;
+  const std::byte* x;
+  int cols;
+  bool wide;
 
-  __device__ Row(const InputArgs& a, std::int64_t i)
-      : args(a), row(i), from(a.from_positions ? max(a.positions[i], 0) : i / a.divisor) {}
-
+  __device__ __forceinline__ Row(const InputArgs& args, int i) : cols(static_cast<int>(args.x.cols)) {
+    const int from = args.from_positions ? max(args.positions[i], 0) : i / args.divisor;
+    x = static_cast<const std::byte*>(args.x.data) + from * args.x.cols * (Input::format.bits / 8);
+    wide = cols % kPerThread == 0 && reinterpret_cast<std::uintptr_t>(args.x.data) % 16 == 0;
+  }
   /// Numbers k .. k + 7; those from K on are 0.
-  __device__ __forceinline__ void load(std::int64_t k, float (&x)[kPerThread]) const {
-    const std::int64_t at = from * args.x.cols + k;
-    if (args.x.cols % kPerThread != 0 || reinterpret_cast<std::uintptr_t>(args.x.data) % 16 != 0) {
-#pragma unroll 1
-      for (int i = 0; i < kPerThread; ++i) {
-        const float number = k + i < args.x.cols ? load(at + i) : 0.0f;
-#pragma unroll
-        for (int j = 0; j < kPerThread; ++j)  // without indices that are not constant
-          if (i == j) x[j] = number;
-      }
-    } else if (k >= args.x.cols) {
-      for (float& number : x) number = 0;
-    } else if (args.x.dtype == DType::f32) {
-      const auto* numbers = reinterpret_cast<const float4*>(static_cast<const float*>(args.x.data) + at);
-      const float4 low = numbers[0], high = numbers[1];
-      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-    } else {
-      const uint4 codes =
-          *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(args.x.data) + at);
-      const std::uint32_t pairs[4] = {codes.x, codes.y, codes.z, codes.w};
-      for (int i = 0; i < kPerThread; ++i) x[i] = decode_16bit(pairs[i / 2] >> (i % 2 * 16) & 0xffff);
-    }
+  __device__ __forceinline__ Piece load(int k) const {
+    Piece piece;
+    piece.load(x, k, cols, wide);
+    return piece;
   }
-
- private:
-  __device__ float load(std::int64_t at) const {
-    if (args.x.dtype == DType::f32) return static_cast<const float*>(args.x.data)[at];
-    return decode_16bit(static_cast<const std::uint16_t*>(args.x.data)[at]);
-  }
-  __device__ __forceinline__ float decode_16bit(std::uint32_t code) const {
-    return args.x.dtype == DType::bf16 ? __uint_as_float(code << 16) : decode<formats::f16>(code);
+  /// Of numbers k, k + step, .. and their neighbours.
+  __device__ __forceinline__ Range range(int k, int step) const {
+    Range range{0, true};
+    for (; k < cols; k += step) range.include(load(k).range());
+    return range;
   }
 };
 
-__device__ float max_over_block(float x) {
-  __shared__ float warps[kThreads / 32];
-  x = max_over(x, 32);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-  __syncthreads();
-  for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) x = fmaxf(x, warps[warp]);
-  __syncthreads();
-  return x;
-}
-
 /// For the row's blocks, a cluster. All have to be there already.
-__device__ float max_over_cluster(float x) {
+__device__ __forceinline__ float max_over_cluster(float x) {
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   const unsigned blocks = cluster.num_blocks();
-  x = max_over_block(x);
+  x = row_max(x);
   if (blocks == 1) return x;
   __shared__ float of_blocks[kMostBlocks];
   if (threadIdx.x < blocks) *cluster.map_shared_rank(of_blocks + cluster.block_rank(), threadIdx.x) = x;
@@ -80,30 +56,19 @@ __device__ float max_over_cluster(float x) {
   return x;
 }
 
-/// The largest magnitude of numbers k, k + step, .. and their neighbours.
-__device__ __forceinline__ float amax_of_pieces(const Row& row, std::int64_t k, std::int64_t step) {
-  float amax = 0;
-  for (; k < row.args.x.cols; k += step) {
-    float more[kPerThread];
-    row.load(k, more);
-    amax = fmaxf(amax, amax_of(more));
-  }
-  return amax;
-}
-
-/// The expert of a row, which all threads of a block find together; -1: the row is not there.
-__device__ int expert_of(const InputArgs& args, std::int64_t row) {
+/// The expert of row i, which all lanes of a warp find together; -1: the row is not there.
+__device__ __forceinline__ int expert_of(const InputArgs& args, int i) {
+  if (i >= args.x.rows) return -1;
+  if (args.copies > 1) return 0;  // its slots belong to several
   int expert = 0;
-  if (args.copies > 1) {
-    return 0;  // its slots belong to several
-  } else if (args.ids != nullptr) {
-    expert = args.ids[row];
+  if (args.ids != nullptr) {
+    expert = args.ids[i];
   } else if (args.offsets != nullptr) {
-    for (int begin = 0; begin < args.experts; begin += static_cast<int>(blockDim.x)) {
-      const int e = begin + static_cast<int>(threadIdx.x);
-      expert += __syncthreads_count(e < args.experts && args.offsets[e + 1] <= row);
-    }
-    if (expert < args.experts && row < args.offsets[expert]) return -1;
+    int before = 0;
+    for (int e = static_cast<int>(threadIdx.x) % 32; e < args.experts; e += 32)
+      before += args.offsets[e + 1] <= i;
+    expert = __reduce_add_sync(~0u, before);
+    if (expert < args.experts && i < args.offsets[expert]) return -1;
   } else {
     return 0;
   }
@@ -116,13 +81,17 @@ __device__ __forceinline__ void wait_and_let_start(const InputArgs& args) {
   if (!args.start_next_early) let_next_kernel_start();
 }
 
+template <class Input>
 __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
   wait_and_let_start(args);
+  const int i = static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y);
   float amax = 0;
-  if (expert_of(args, blockIdx.x) >= 0)
-    amax = amax_of_pieces(Row(args, blockIdx.x), threadIdx.x * kPerThread, blockDim.x * kPerThread);
-  amax = max_over_block(amax);
-  if (threadIdx.x == 0) args.amax[blockIdx.x] = amax;
+  if (expert_of(args, i) >= 0)
+    amax = Row<Input>(args, i)
+               .range(static_cast<int>(threadIdx.x) * kPerThread, static_cast<int>(blockDim.x) * kPerThread)
+               .amax;
+  amax = row_max(amax);
+  if (threadIdx.x == 0 && i < args.x.rows) args.amax[i] = amax;
 }
 
 /// Where slot `slot`, of `expert` unless it has an id, goes; -1: it is not there.
@@ -134,137 +103,146 @@ __device__ __forceinline__ std::int32_t row_of(const InputArgs& args, std::int64
          (args.expert_rows == nullptr ? 0 : args.expert_rows[expert]);
 }
 
-/// Where a row goes, and a warp's next 256 columns of it in the order of tiles.
-struct Places {
-  std::int32_t rows[kMostTopK];
-  alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerThread / 2];
+/// How a warp stores its next 256 columns of a row.
+struct Store {
+  const InputArgs& args;
+  std::int32_t place;      // of copy `lane`; -1: there is none
+  std::uint32_t* columns;  // shared, room for them
+
+  __device__ __forceinline__ std::int32_t place_of(int copy) const { return __shfl_sync(~0u, place, copy); }
+
+  /// Columns k .. k + 7, by each lane.
+  __device__ __forceinline__ void numbers(int k, const std::uint32_t (&words)[kPerThread / 2]) const {
+    uint4 piece = {words[0], words[1], words[2], words[3]};
+    if (!args.order.tiled) {
+      const std::int64_t row = place_of(0);
+      if (k < args.stride) *reinterpret_cast<uint4*>(args.rows + row * args.stride + k) = piece;
+      return;
+    }
+    const PackedFormat p{.folded = args.order.folded};
+    const int lane = threadIdx.x % 32;
+    for (int pair = 0; pair < kPerThread / 2; ++pair)
+      columns[p.position(lane * kPerThread) / 2 + 4 * pair] = words[pair];
+    __syncwarp();
+    piece = reinterpret_cast<const uint4*>(columns)[lane];
+    __syncwarp();
+    for (int i = 0; i < args.copies; ++i)
+      if (const std::int32_t row = place_of(i); row >= 0 && k < args.stride)
+        *reinterpret_cast<uint4*>(args.rows + tile_position(args.tile_rows, row, k)) = piece;
+  }
+
+  /// The same of codes.
+  __device__ __forceinline__ void bytes(int k, const std::uint32_t (&words)[2]) const {
+    const PackedFormat p{.folded = args.order.folded};
+    const int lane = threadIdx.x % 32, column = lane * kPerThread % kRecordColumns;
+    const int block = p.block_of(column), quarter = p.quarter_of(column);
+    for (int half = 0; half < 2; ++half)
+      columns[lane / 16 * 32 +
+              (args.order.of_rows ? quarter * 8 + block * 2 + half : block * 8 + half * 4 + quarter)] =
+          __byte_perm(words[0], words[1], args.order.bytes >> (16 * half));
+    __syncwarp();
+    const uint4 piece = reinterpret_cast<const uint4*>(columns)[lane % 16];
+    __syncwarp();
+    k += lane % 16 * 16 - lane * kPerThread;  // 16 columns of each of half of the lanes; copies in turn
+    for (int i = lane / 16; i - lane / 16 < args.copies; i += 2)
+      if (const std::int64_t row = place_of(i); row >= 0 && k < args.stride)
+        *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(args.rows) +
+                                  (k / kRecordColumns * args.tile_rows + row) * kRecordColumns +
+                                  (lane % 8 ^ row % 8) * 16) = piece;
+  }
+
+  /// That of the record that begins at k.
+  __device__ __forceinline__ void record_scale(int k, float scale) const {
+    for (int i = 0; i < args.copies; ++i)
+      if (const std::int64_t to = place_of(i); to >= 0 && k < args.stride && k % kRecordColumns == 0)
+        args.record_scales[args.tile_rows == 0 ? (to * args.stride + k) / kRecordColumns
+                                               : k / kRecordColumns * args.tile_rows + to] = scale;
+  }
 };
 
-/// Columns k .. k + 7 of a row, by each lane of a warp.
-__device__ __forceinline__ void store(const InputArgs& args, Places& places, std::int64_t k,
-                                      const std::uint32_t (&words)[kPerThread / 2]) {
-  uint4 piece = {words[0], words[1], words[2], words[3]};
-  if (!args.order.tiled) {
-    if (k < args.stride) *reinterpret_cast<uint4*>(args.rows + places.rows[0] * args.stride + k) = piece;
-    return;
-  }
-  const PackedFormat p{.folded = args.order.folded};
-  const int lane = threadIdx.x % 32;
-  std::uint32_t* own = places.columns[threadIdx.x / 32];
-  for (int pair = 0; pair < kPerThread / 2; ++pair)
-    own[p.position(lane * kPerThread) / 2 + 4 * pair] = words[pair];
-  __syncwarp();
-  piece = reinterpret_cast<const uint4*>(own)[lane];
-  __syncwarp();
-  if (k >= args.stride) return;
-  for (int i = 0; i < args.copies; ++i)
-    if (const std::int32_t row = places.rows[i]; row >= 0)
-      *reinterpret_cast<uint4*>(args.rows + tile_position(args.tile_rows, row, static_cast<int>(k))) = piece;
-}
-
-/// The same of codes.
-__device__ __forceinline__ void store_bytes(const InputArgs& args, Places& places, std::int64_t k,
-                                            const std::uint32_t (&words)[2]) {
-  const PackedFormat p{.folded = args.order.folded};
-  const int lane = threadIdx.x % 32, column = lane * kPerThread % kRecordColumns;
-  std::uint32_t* own = places.columns[threadIdx.x / 32];
-  const int block = p.block_of(column), quarter = p.quarter_of(column);
-  for (int half = 0; half < 2; ++half)
-    own[lane / 16 * 32 +
-        (args.order.of_rows ? quarter * 8 + block * 2 + half : block * 8 + half * 4 + quarter)] =
-        __byte_perm(words[0], words[1], args.order.bytes >> (16 * half));
-  __syncwarp();
-  const uint4 piece = reinterpret_cast<const uint4*>(own)[lane % 16];
-  __syncwarp();
-  k += lane % 16 * 16 - lane * kPerThread;  // 16 columns of each of half of the lanes; copies in turn
-  if (k >= args.stride) return;
-  for (int i = lane / 16; i < args.copies; i += 2)
-    if (const std::int64_t row = places.rows[i]; row >= 0)
-      *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(args.rows) +
-                                (k / kRecordColumns * args.tile_rows + row) * kRecordColumns +
-                                (lane % 8 ^ row % 8) * 16) = piece;
-}
-
-/// Blocks of a cluster have a row, of which each thread takes so many pieces at a time, all of them read
-/// before the row's scale is known. `kBytes`: codes.
-template <class Activation, bool kBytes, int kPieces>
+/// blockDim.x threads of each block of a cluster have a row, of which each takes so many pieces at a time,
+/// all of them read before the row's scale is known. `kBytes`: codes.
+template <class Activation, class Input, bool kBytes, int kPieces>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
-  constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a);
+  constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a),
+                 with_groups = a.quantized() && a.group.k != 0;
+  using Range = typename Row<Input>::Range;
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-  const int blocks = static_cast<int>(cluster.num_blocks()), block = static_cast<int>(cluster.block_rank());
+  const unsigned blocks = cluster.num_blocks(), block = cluster.block_rank();
   const bool with_static = a.may_be_static() && args.static_scales != nullptr;
   if constexpr (with_row_scales)
     if (blocks > 1 && !with_static) cluster.sync();  // see max_over_cluster
   wait_and_let_start(args);
 
-  const Row row(args, blockIdx.x / blocks);
+  const int i = static_cast<int>(blockIdx.x / blocks * blockDim.y + threadIdx.y), rows = args.x.rows;
+  const Row<Input> row(args, min(i, rows - 1));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  // Known in advance where rows are only copied: deepseek-v3 with 4096 tokens loses 3 % of a layer otherwise.
-  const int piece = (a.quantized() ? static_cast<int>(blockDim.x) : kThreads) * kPerThread;
-  const std::int64_t step = static_cast<std::int64_t>(blocks) * piece;
-  std::int64_t k = block * piece + static_cast<std::int64_t>(thread) * kPerThread;
-  float x[kPieces][kPerThread];
+  const int piece = static_cast<int>(blockDim.x) * kPerThread, step = static_cast<int>(blocks) * piece;
+  int k = static_cast<int>(block) * piece + thread * kPerThread;
+  typename Row<Input>::Piece x[kPieces];
 #pragma unroll
-  for (int p = 0; p < kPieces; ++p) row.load(k + p * step, x[p]);
+  for (int p = 0; p < kPieces; ++p) x[p] = row.load(k + p * step);
 
-  const int expert = expert_of(args, row.row);
-  if (expert < 0) return;
-  __shared__ Places places;
-  if (thread < args.copies) places.rows[thread] = row_of(args, row.row * args.copies + thread, expert);
-  __syncthreads();
+  const int expert = expert_of(args, i);
+  __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerThread / 2];
+  const Store store{args,
+                    expert >= 0 && lane < args.copies ? row_of(args, i * args.copies + lane, expert) : -1,
+                    columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32]};
 
+  Range range{0, true};  // of x
+  if constexpr (a.quantized() && a.group.k == 0)
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
   RowScales scales;
   if constexpr (with_row_scales) {
     if (with_static) {
-      scales = RowScales::of_static(args.static_scales[expert]);
+      scales = RowScales::of_static(args.static_scales[max(expert, 0)]);
     } else if constexpr (a.group.n == 0) {
       float amax = 0;
-      std::int64_t first = 0, end = args.x.rows;
-      if (args.offsets != nullptr) {
+      int first = 0, end = rows;
+      if (args.offsets != nullptr && expert >= 0) {
         first = max(args.offsets[expert], 0);
-        end = min(end, static_cast<std::int64_t>(args.offsets[expert + 1]));
+        end = min(end, args.offsets[expert + 1]);
       }
-      for (std::int64_t i = first + thread; i < end; i += blockDim.x) amax = fmaxf(amax, args.amax[i]);
-      scales = RowScales::of_amax<Activation>(max_over_block(amax));
+      for (int other = first + thread; other < end; other += static_cast<int>(blockDim.x))
+        amax = fmaxf(amax, args.amax[other]);
+      scales = RowScales::of_amax<Activation>(row_max(amax));
     } else {
-      float amax = 0;
+      float amax = row.range(k + kPieces * step, step).amax;
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) amax = fmaxf(amax, amax_of(x[p]));
-      amax = fmaxf(amax, amax_of_pieces(row, k + kPieces * step, step));
+      for (int p = 0; p < kPieces; ++p) amax = fmaxf(amax, x[p].range().amax);
       scales = RowScales::of_amax<Activation>(max_over_cluster(amax));
     }
-    if (block == 0 && thread < args.copies && places.rows[thread] >= 0)
-      args.row_scales[places.rows[thread]] = scales.whole;
   }
+  if (expert < 0) return;
+  if (with_row_scales && block == 0 && thread < args.copies && store.place >= 0)
+    args.row_scales[store.place] = scales.whole;
 
-  const auto round = [&](const float(&numbers)[kPerThread]) {
-    constexpr int group = a.group.k == 0 ? kRecordColumns : a.group.k;
+  const auto round = [&](const typename Row<Input>::Piece& numbers, Range of_numbers) {
+    constexpr int group = with_groups ? a.group.k : kRecordColumns;
+    if constexpr (with_groups) of_numbers = numbers.range();
     const auto factors = GroupFactors::of<Activation>(
-        scales, a.group.k == 0 ? 0.0f : max_over(amax_of(numbers), group / kPerThread));
+        scales, with_groups ? group_max<group / kPerThread>(of_numbers.amax) : 0.0f);
     std::uint32_t words[kBytes ? 2 : kPerThread / 2];
     if constexpr (kBytes) {
-      encode_codes<Activation>(numbers, factors, words);
-      store_bytes(args, places, k, words);
+      encode_elements<Activation::operand.value>(numbers, factors.divisor, of_numbers, words);
+      store.bytes(k, words);
     } else {
-      encode_inputs<Activation>(numbers, factors, words);
-      store(args, places, k, words);
+      encode_inputs<Activation>(numbers, factors, of_numbers, words);
+      store.numbers(k, words);
     }
-    if (with_record_scales && k < args.stride && k % kRecordColumns == 0)
-      for (int i = 0; i < args.copies; ++i)
-        if (const std::int64_t to = places.rows[i]; to >= 0)
-          args.record_scales[args.tile_rows == 0 ? (to * args.stride + k) / kRecordColumns
-                                                 : k / kRecordColumns * args.tile_rows + to] = factors.record;
+    if constexpr (with_record_scales) store.record_scale(k, factors.record);
   };
   const auto there = [&] { return k - lane * kPerThread < args.stride; };  // the same for a warp
 #pragma unroll
   for (int p = 0; p < kPieces; ++p, k += step) {
     if (!there()) return;
-    round(x[p]);
+    round(x[p], range);
   }
   for (; there(); k += step) {
-    row.load(k, x[0]);
-    round(x[0]);
+    x[0] = row.load(k);
+    round(x[0], x[0].range());
   }
 }
 
@@ -273,32 +251,46 @@ struct Plain {
   static constexpr Operand operand = operands::plain(F);
 };
 
-template <class Activation>
+template <class Activation, class Input>
 cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.x.rows);
   const auto numbers = static_cast<unsigned>(args.stride);
-  constexpr bool quantized = Activation::operand.quantized();
-  // Where there are many rows, few threads have a row, and short rows are rounded by as many as they need.
-  constexpr int many_pieces = quantized ? 4 : 1;
-  const bool many = quantized && rows >= kManyRows;
+  // Where there are many rows, few threads have a row, and a block has several.
+  constexpr int many_pieces = 4;
+  const bool many = rows >= kManyRows;
   const unsigned of_thread = kPerThread * (many ? many_pieces : 1);
-  const unsigned needed = quantized ? ((numbers + of_thread - 1) / of_thread + 31) / 32 * 32 : kThreads;
+  const unsigned needed = ((numbers + of_thread - 1) / of_thread + 31) / 32 * 32;
   const unsigned threads = std::min<unsigned>(kThreads, needed);
-  if (quantized && Activation::operand.group.n == 0 && args.static_scales == nullptr)
-    if (const auto error =
-            launch_dependent(row_amax_kernel, {.blocks = rows, .threads = threads, .stream = stream}, args);
-        error != cudaSuccess)
-      return error;
+  const unsigned of_block = many ? kThreads / threads : 1;
   const unsigned pieces = (numbers + threads * of_thread - 1) / (threads * of_thread);
   const unsigned cluster = std::min<unsigned>(pieces, kMostBlocks);
-  const auto launch = [&](auto* kernel) {
-    return launch_dependent(
-        kernel, {.blocks = rows * cluster, .threads = threads, .stream = stream, .cluster = cluster}, args);
+  const auto launch = [&](auto* kernel, unsigned blocks) {
+    const dim3 block(threads, of_block);
+    return launch_dependent(kernel,
+                            {.blocks = (rows + of_block - 1) / of_block * blocks,
+                             .threads = block,
+                             .stream = stream,
+                             .cluster = blocks},
+                            args);
   };
+  if constexpr (Activation::operand.quantized() && Activation::operand.group.n == 0)
+    if (args.static_scales == nullptr)
+      if (const auto error = launch(row_amax_kernel<Input>, 1); error != cudaSuccess) return error;
   if constexpr (are_bytes(byte_kind(Activation::operand)))
     if (args.order.bytes != 0)
-      return launch(many ? inputs_kernel<Activation, true, many_pieces> : inputs_kernel<Activation, true, 1>);
-  return launch(many ? inputs_kernel<Activation, false, many_pieces> : inputs_kernel<Activation, false, 1>);
+      return launch(many ? inputs_kernel<Activation, Input, true, many_pieces>
+                         : inputs_kernel<Activation, Input, true, 1>,
+                    cluster);
+  return launch(many ? inputs_kernel<Activation, Input, false, many_pieces>
+                     : inputs_kernel<Activation, Input, false, 1>,
+                cluster);
+}
+
+template <class Activation>
+cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
+  if (args.x.dtype == DType::bf16) return launch_rows<Activation, FormatTag<formats::bf16>>(args, stream);
+  if (args.x.dtype == DType::f16) return launch_rows<Activation, FormatTag<formats::f16>>(args, stream);
+  return launch_rows<Activation, FormatTag<formats::f32>>(args, stream);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "cuda/elements.cuh"
 #include "cuda/quantize.h"
 #include "cuda/rounding.cuh"
 
@@ -30,28 +29,6 @@ dim3 block_for(int k) {
   const int warps = (k - 1) / (32 * kShare) + 1;
   const int threads = std::min(warps * 32, kMostThreads);
   return dim3(static_cast<unsigned>(threads), static_cast<unsigned>(std::max(1, 256 / threads)));
-}
-
-/// The largest of a number >= 0 over the threads of a row, for all of them. All threads of the block must
-/// come.
-__device__ __forceinline__ float row_max(float x) {
-  const std::uint32_t warp = __reduce_max_sync(0xffffffffu, __float_as_uint(x));
-  if (blockDim.x == 32) return __uint_as_float(warp);
-  __shared__ std::uint32_t warps[32];
-  const unsigned per_row = blockDim.x / 32, first = threadIdx.y * per_row;
-  if (threadIdx.x % 32 == 0) warps[first + threadIdx.x / 32] = warp;
-  __syncthreads();
-  const unsigned lane = threadIdx.x % 32;
-  return __uint_as_float(__reduce_max_sync(0xffffffffu, lane < per_row ? warps[first + lane] : 0u));
-}
-
-/// The largest of a number >= 0 over aligned groups of kLanes lanes.
-template <int kLanes>
-__device__ __forceinline__ float group_max(float x) {
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2)
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
-  return x;
 }
 
 __device__ __forceinline__ std::int64_t rows_of(const QuantizeArgs& args) {
@@ -111,39 +88,6 @@ __device__ __forceinline__ void store_codes(std::byte* row, int begin, int k, bo
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     if (i < bytes) to[i] = static_cast<std::byte>(packed[i / 4] >> (i % 4 * 8));
-}
-
-/// x / scale as codes of F, a word at a time; encode(quotients, word).
-template <Format F, class Divider, Format kInput, int kCount, class Encode>
-__device__ __forceinline__ void encode_quotients(const Elements<kInput, kCount>& x, const Divider& divider,
-                                                 std::uint32_t (&packed)[2], Encode&& encode) {
-  constexpr int per_word = 32 / F.bits;
-#pragma unroll
-  for (int word = 0; word < 2; ++word) {
-    float quotients[per_word];
-#pragma unroll
-    for (int i = 0; i < per_word; ++i) quotients[i] = divider.quotient(x[word * per_word + i]);
-    packed[word] = encode(quotients, word);
-  }
-}
-
-template <Format F, Format kInput, int kCount>
-__device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& x, float scale,
-                                                const typename Elements<kInput, kCount>::Range& range,
-                                                std::uint32_t (&packed)[2]) {
-  using Quotients = float[32 / F.bits];
-  const ShortDivider divider(scale);
-  const bool is_short = kInput.bits == 16 && range.finite && divider.fits(range.amax);
-  if (F == formats::e2m1 && is_short && range.amax < 6.875f * scale)
-    encode_quotients<F>(x, divider, packed, [&](const Quotients& quotients, int word) {
-      return encode_e2m1_word_below_7(quotients, x.words + word * 4);
-    });
-  else if (F != formats::e2m1 && is_short)
-    encode_quotients<F>(x, divider, packed,
-                        [](const Quotients& quotients, int) { return encode_word<F>(quotients); });
-  else
-    encode_quotients<F>(x, AnyDivider(scale), packed,
-                        [](const Quotients& quotients, int) { return encode_word<F>(quotients); });
 }
 
 /// A scale's code, and what the codes of its group are multiplied by.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/elements.cuh"
 #include "cuda/encode.cuh"
 #include "cuda/inputs.h"
 #include "format/scale_rule.h"
@@ -24,18 +25,25 @@ constexpr SchemeId first_with_activation(const Operand& activation) {
   return static_cast<SchemeId>(i);
 }
 
-/// The largest magnitude of finite numbers.
-template <int kCount>
-__device__ __forceinline__ float amax_of(const float (&x)[kCount]) {
-  float amax = 0;
-  for (const float number : x)
-    if (number - number == 0) amax = fmaxf(amax, fabsf(number));
-  return amax;
+/// The largest of a number >= 0 over the threads of a row, for all of them. All threads of the block must
+/// come.
+__device__ __forceinline__ float row_max(float x) {
+  const std::uint32_t warp = __reduce_max_sync(0xffffffffu, __float_as_uint(x));
+  if (blockDim.x == 32) return __uint_as_float(warp);
+  __shared__ std::uint32_t warps[32];
+  const unsigned per_row = blockDim.x / 32, first = threadIdx.y * per_row;
+  if (threadIdx.x % 32 == 0) warps[first + threadIdx.x / 32] = warp;
+  __syncthreads();
+  const unsigned lane = threadIdx.x % 32;
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, lane < per_row ? warps[first + lane] : 0u));
 }
 
-/// The largest over aligned groups of lanes.
-__device__ __forceinline__ float max_over(float x, int lanes) {
-  for (int step = lanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+/// The largest of a number >= 0 over aligned groups of kLanes lanes.
+template <int kLanes>
+__device__ __forceinline__ float group_max(float x) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2)
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
   return x;
 }
 
@@ -76,7 +84,7 @@ struct GroupFactors {
   }
 };
 
-/// The values of the codes of two numbers below 2^60 in magnitude.
+/// The values of the codes of two finite numbers.
 template <Format F>
 __device__ __forceinline__ float2 round_pair(float low, float high) {
   if constexpr (F == formats::e4m3) {
@@ -116,33 +124,30 @@ __device__ __forceinline__ std::uint32_t to_bf16_pair(float low, float high) {
 
 /// x as its operand has it: the value of its code, in 16 bits.
 template <class Activation>
-__device__ __noinline__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
+__device__ __forceinline__ std::uint32_t encode_input(float x, const GroupFactors& factors) {
   return encode<formats::bf16>(round_to<Activation::operand.value>(over(x, factors)) * factors.fold);
 }
 
 /// The same for numbers of one group, two in a word.
-template <class Activation, int kCount>
-__device__ __forceinline__ void encode_inputs(const float (&x)[kCount], const GroupFactors& factors,
+template <class Activation, Format kInput, int kCount>
+__device__ __forceinline__ void encode_inputs(const Elements<kInput, kCount>& x, const GroupFactors& factors,
+                                              const typename Elements<kInput, kCount>::Range& range,
                                               std::uint32_t (&words)[kCount / 2]) {
   constexpr Format value = Activation::operand.value;
-  if constexpr (!Activation::operand.quantized()) {
+  if constexpr (value == kInput) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) words[i] = x.words[i];
+  } else if constexpr (!Activation::operand.quantized()) {
+#pragma unroll
     for (int i = 0; i < kCount / 2; ++i)
       words[i] = encode<value>(x[2 * i]) | encode<value>(x[2 * i + 1]) << 16;
-  } else {
-    const AnyDivider divider(factors.divisor);
-    float quotients[kCount];
-    bool small = true;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      quotients[i] = divider.quotient(x[i]);
-      small = small && fabsf(quotients[i]) < 0x1p60f;
-    }
+  } else if (const FastDivider divider(factors.divisor); range.finite && divider.fits(range.amax)) {
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
-      const float2 rounded = round_pair<value>(quotients[2 * i], quotients[2 * i + 1]);
+      const float2 rounded = round_pair<value>(divider.quotient(x[2 * i]), divider.quotient(x[2 * i + 1]));
       words[i] = to_bf16_pair(rounded.x * factors.fold, rounded.y * factors.fold);
     }
-    if (small) return;
+  } else {
 #pragma unroll 1
     for (int i = 0; i < kCount / 2; ++i) {
       float low = 0, high = 0;  // without indices that are not constant
@@ -158,36 +163,37 @@ __device__ __forceinline__ void encode_inputs(const float (&x)[kCount], const Gr
   }
 }
 
-/// The codes of eight numbers of one group, e4m3 or int8, four in a word.
-template <class Activation>
-__device__ __forceinline__ void encode_codes(const float (&x)[8], const GroupFactors& factors,
-                                             std::uint32_t (&words)[2]) {
-  constexpr Format value = Activation::operand.value;
-  const AnyDivider divider(factors.divisor);
-  bool small = true;
+/// x / scale as codes of F, a word at a time; encode(quotients, word).
+template <Format F, class Divider, Format kInput, int kCount, class Encode>
+__device__ __forceinline__ void encode_quotients(const Elements<kInput, kCount>& x, const Divider& divider,
+                                                 std::uint32_t (&packed)[2], Encode&& encode) {
+  constexpr int per_word = 32 / F.bits;
 #pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    float quotients[4];
+  for (int word = 0; word < 2; ++word) {
+    float quotients[per_word];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      quotients[i] = divider.quotient(x[4 * w + i]);
-      small = small && fabsf(quotients[i]) < 0x1p60f;
-    }
-    words[w] = encode_word<value>(quotients);
+    for (int i = 0; i < per_word; ++i) quotients[i] = divider.quotient(x[word * per_word + i]);
+    packed[word] = encode(quotients, word);
   }
-  if (small) return;
-#pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    words[w] = 0;
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      float number = 0;  // without indices that are not constant
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (i == j) number = x[4 * w + j];
-      words[w] |= (encode<value>(over(number, factors)) & 0xff) << (8 * i);
-    }
-  }
+}
+
+template <Format F, Format kInput, int kCount>
+__device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& x, float scale,
+                                                const typename Elements<kInput, kCount>::Range& range,
+                                                std::uint32_t (&packed)[2]) {
+  using Quotients = float[32 / F.bits];
+  const FastDivider divider(scale);
+  const bool fits = range.finite && divider.fits(range.amax);
+  if (F == formats::e2m1 && kInput.bits == 16 && fits && range.amax < 6.875f * scale)
+    encode_quotients<F>(x, divider, packed, [&](const Quotients& quotients, int word) {
+      return encode_e2m1_word_below_7(quotients, x.words + word * 4);
+    });
+  else if (fits)
+    encode_quotients<F>(x, divider, packed,
+                        [](const Quotients& quotients, int) { return encode_word<F>(quotients); });
+  else
+    encode_quotients<F>(x, AnyDivider(scale), packed,
+                        [](const Quotients& quotients, int) { return encode_word<F>(quotients); });
 }
 
 }  // namespace gatefold::cuda

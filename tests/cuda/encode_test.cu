@@ -55,14 +55,37 @@ __global__ void compare_quotients(const float* scales, unsigned* wrong) {
   const std::uint32_t index = blockIdx.x * blockDim.x + threadIdx.x;
   const float x = decode<Input::format>(index);
   const float longer = __uint_as_float(__float_as_uint(x) ^ (index * 2654435761u >> 19));
-  const cuda::ShortDivider short_divider(scale);
+  const cuda::FastDivider fast_divider(scale);
   const cuda::AnyDivider any_divider(scale);
   unsigned errors = 0;
-  if (isfinite(x) && short_divider.fits(fabsf(x)))
-    errors += encode<F>(short_divider.quotient(x)) != encode<F>(x / divisor);
+  for (const float any : {x, longer})
+    if (isfinite(any) && fast_divider.fits(fabsf(any)))
+      errors += encode<F>(fast_divider.quotient(any)) != encode<F>(any / divisor);
   errors += encode<F>(any_divider.quotient(x)) != encode<F>(x / divisor);
   errors += encode<F>(any_divider.quotient(longer)) != encode<F>(longer / divisor);
   if (errors != 0) atomicAdd(wrong, errors);
+}
+
+/// Every x / d that lies beside the middle of two floats of which one has at most 8 bits (FastDivider): with
+/// M = m * 2^17 + 1 or - 1, m = 128 + blockIdx.x, and all j below 2^12 in magnitude, d * M + j = x * 2^a.
+__global__ void compare_hard_quotients(unsigned* wrong, unsigned* tried) {
+  const std::int64_t j = static_cast<std::int64_t>(blockIdx.y * blockDim.x + threadIdx.x) - 4096;
+  for (const int side : {-1, 1}) {
+    const std::uint32_t middle = ((128 + blockIdx.x) << 17) + side;
+    std::uint32_t inverse = 1;  // of an odd number modulo 2^32: Newton's steps double the right bits
+    for (int i = 0; i < 6; ++i) inverse *= 2 - middle * inverse;
+    const std::uint32_t d = static_cast<std::uint32_t>(-j * inverse) & 0xffffff;
+    if (d < 1u << 23) continue;
+    const std::int64_t product = static_cast<std::int64_t>(d) * middle + j;
+    const int a = product >> 48 != 0 ? 25 : 24;
+    if ((product & ((std::int64_t{1} << a) - 1)) != 0 || product >> a >= 1 << 24) continue;
+    const float scale = __uint_as_float(0x3f800000 | (d & 0x7fffff)),
+                x = __uint_as_float(0x3f800000 | (static_cast<std::uint32_t>(product >> a) & 0x7fffff));
+    const cuda::FastDivider divider(scale);
+    if (!divider.fits(x)) continue;
+    atomicAdd(tried, 1);
+    if (__float_as_uint(divider.quotient(x)) != __float_as_uint(x / scale)) atomicAdd(wrong, 1);
+  }
 }
 
 /// Powers of two and their neighbours, quotients of amax and limit, and any.
@@ -108,6 +131,13 @@ TEST_F(CudaEncode, AllBitsAreTheCodecs) {
   same_as_the_codec<formats::int4>(all, wrong);
   compare_small_codes<<<(1u << 23) / 8 / 256, 256>>>(wrong.data());
   EXPECT_EQ(wrong.host()[0], 0u);
+}
+
+TEST_F(CudaEncode, QuotientsBesideTheMiddleOfTwoFloatsAreRoundedCorrectly) {
+  const DeviceVector<unsigned> wrong(std::vector<unsigned>{0}), tried(std::vector<unsigned>{0});
+  compare_hard_quotients<<<dim3(129, 8192 / 256), 256>>>(wrong.data(), tried.data());
+  EXPECT_EQ(wrong.host()[0], 0u);
+  EXPECT_GT(tried.host()[0], 100000u);
 }
 
 template <class Tag>
