@@ -25,7 +25,7 @@ struct Row {
   bool wide;
 
   __device__ __forceinline__ Row(const InputArgs& args, int i) : cols(static_cast<int>(args.x.cols)) {
-    const int from = args.from_positions ? max(args.positions[i], 0) : i / args.divisor;
+    const int from = args.divisor == 1 ? i : i / args.divisor;
     x = static_cast<const std::byte*>(args.x.data) + from * args.x.cols * (Input::format.bits / 8);
     wide = cols % kPerThread == 0 && reinterpret_cast<std::uintptr_t>(args.x.data) % 16 == 0;
   }
@@ -106,8 +106,9 @@ __device__ __forceinline__ std::int32_t row_of(const InputArgs& args, std::int64
 /// How a warp stores its next 256 columns of a row.
 struct Store {
   const InputArgs& args;
-  std::int32_t place;      // of copy `lane`; -1: there is none
-  std::uint32_t* columns;  // shared, room for them
+  const int lane;
+  const std::int32_t place;      // of copy `lane`; -1: there is none
+  std::uint32_t* const columns;  // shared, room for them
 
   __device__ __forceinline__ std::int32_t place_of(int copy) const { return __shfl_sync(~0u, place, copy); }
 
@@ -120,7 +121,6 @@ struct Store {
       return;
     }
     const PackedFormat p{.folded = args.order.folded};
-    const int lane = threadIdx.x % 32;
     for (int pair = 0; pair < kPerThread / 2; ++pair)
       columns[p.position(lane * kPerThread) / 2 + 4 * pair] = words[pair];
     __syncwarp();
@@ -134,7 +134,7 @@ struct Store {
   /// The same of codes.
   __device__ __forceinline__ void bytes(int k, const std::uint32_t (&words)[2]) const {
     const PackedFormat p{.folded = args.order.folded};
-    const int lane = threadIdx.x % 32, column = lane * kPerThread % kRecordColumns;
+    const int column = lane * kPerThread % kRecordColumns;
     const int block = p.block_of(column), quarter = p.quarter_of(column);
     for (int half = 0; half < 2; ++half)
       columns[lane / 16 * 32 +
@@ -144,11 +144,11 @@ struct Store {
     const uint4 piece = reinterpret_cast<const uint4*>(columns)[lane % 16];
     __syncwarp();
     k += lane % 16 * 16 - lane * kPerThread;  // 16 columns of each of half of the lanes; copies in turn
-    for (int i = lane / 16; i - lane / 16 < args.copies; i += 2)
-      if (const std::int64_t row = place_of(i); row >= 0 && k < args.stride)
-        *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(args.rows) +
-                                  (k / kRecordColumns * args.tile_rows + row) * kRecordColumns +
-                                  (lane % 8 ^ row % 8) * 16) = piece;
+    const std::int64_t rows_before = static_cast<std::int64_t>(k / kRecordColumns) * args.tile_rows;
+    uint4* record = reinterpret_cast<uint4*>(args.rows) + rows_before * 8;
+    for (int first = 0; first < args.copies; first += 2)
+      if (const std::int32_t row = place_of(first + lane / 16); row >= 0 && k < args.stride)
+        record[(row * 8u + row % 8u) ^ lane % 8u] = piece;
   }
 
   /// That of the record that begins at k.
@@ -166,7 +166,7 @@ template <class Activation, class Input, bool kBytes, int kPieces>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a),
-                 with_groups = a.quantized() && a.group.k != 0;
+                 with_groups = a.quantized() && a.group.k != 0, whole = a.quantized() && a.group.k == 0;
   using Range = typename Row<Input>::Range;
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   const unsigned blocks = cluster.num_blocks(), block = cluster.block_rank();
@@ -175,7 +175,8 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
     if (blocks > 1 && !with_static) cluster.sync();  // see max_over_cluster
   wait_and_let_start(args);
 
-  const int i = static_cast<int>(blockIdx.x / blocks * blockDim.y + threadIdx.y), rows = args.x.rows;
+  const unsigned team = blocks == 1 ? blockIdx.x : blockIdx.x / blocks;
+  const int i = static_cast<int>(team * blockDim.y + threadIdx.y), rows = static_cast<int>(args.x.rows);
   const Row<Input> row(args, min(i, rows - 1));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int piece = static_cast<int>(blockDim.x) * kPerThread, step = static_cast<int>(blocks) * piece;
@@ -186,12 +187,12 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
 
   const int expert = expert_of(args, i);
   __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerThread / 2];
-  const Store store{args,
+  const Store store{args, lane,
                     expert >= 0 && lane < args.copies ? row_of(args, i * args.copies + lane, expert) : -1,
                     columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32]};
 
   Range range{0, true};  // of x
-  if constexpr (a.quantized() && a.group.k == 0)
+  if constexpr (whole || with_row_scales)
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
   RowScales scales;
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
     } else if constexpr (a.group.n == 0) {
       float amax = 0;
       int first = 0, end = rows;
-      if (args.offsets != nullptr && expert >= 0) {
+      if (args.offsets != nullptr && !args.one_tensor && expert >= 0) {
         first = max(args.offsets[expert], 0);
         end = min(end, args.offsets[expert + 1]);
       }
@@ -209,9 +210,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
         amax = fmaxf(amax, args.amax[other]);
       scales = RowScales::of_amax<Activation>(row_max(amax));
     } else {
-      float amax = row.range(k + kPieces * step, step).amax;
-#pragma unroll
-      for (int p = 0; p < kPieces; ++p) amax = fmaxf(amax, x[p].range().amax);
+      const float amax = fmaxf(range.amax, row.range(k + kPieces * step, step).amax);
       scales = RowScales::of_amax<Activation>(max_over_cluster(amax));
     }
   }
@@ -219,30 +218,33 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   if (with_row_scales && block == 0 && thread < args.copies && store.place >= 0)
     args.row_scales[store.place] = scales.whole;
 
-  const auto round = [&](const typename Row<Input>::Piece& numbers, Range of_numbers) {
+  const auto round = [&](const typename Row<Input>::Piece& numbers, Range of_numbers, bool fits) {
     constexpr int group = with_groups ? a.group.k : kRecordColumns;
     if constexpr (with_groups) of_numbers = numbers.range();
     const auto factors = GroupFactors::of<Activation>(
         scales, with_groups ? group_max<group / kPerThread>(of_numbers.amax) : 0.0f);
     std::uint32_t words[kBytes ? 2 : kPerThread / 2];
     if constexpr (kBytes) {
-      encode_elements<Activation::operand.value>(numbers, factors.divisor, of_numbers, words);
+      encode_elements<Activation::operand.value>(numbers, factors.divisor, of_numbers, fits, words);
       store.bytes(k, words);
     } else {
-      encode_inputs<Activation>(numbers, factors, of_numbers, words);
+      encode_inputs<Activation>(numbers, factors, of_numbers, fits, words);
       store.numbers(k, words);
     }
     if constexpr (with_record_scales) store.record_scale(k, factors.record);
   };
   const auto there = [&] { return k - lane * kPerThread < args.stride; };  // the same for a warp
+  // Where some do not fit, pieces are read again: no code is needed twice.
+  if (!whole || __all_sync(~0u, range.finite && FastDivider(scales.whole).fits(range.amax)))
 #pragma unroll
-  for (int p = 0; p < kPieces; ++p, k += step) {
-    if (!there()) return;
-    round(x[p], range);
-  }
+    for (int p = 0; p < kPieces; ++p, k += step) {
+      if (!there()) return;
+      round(x[p], range, whole);
+    }
+#pragma unroll 1
   for (; there(); k += step) {
-    x[0] = row.load(k);
-    round(x[0], x[0].range());
+    const auto numbers = row.load(k);
+    round(numbers, numbers.range(), false);
   }
 }
 

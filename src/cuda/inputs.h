@@ -23,11 +23,11 @@ struct InputArgs {
   const std::int32_t* ids = nullptr;
   std::int32_t experts = 0;
   /// [experts + 1], where rows are in groups: expert e's are [offsets[e], offsets[e + 1]), and the others are
-  /// not there. Scales per tensor are of a group then.
+  /// not there. Scales per tensor are of a group then, unless all rows are one tensor.
   const std::int32_t* offsets = nullptr;
+  bool one_tensor = false;
   const std::int32_t* positions = nullptr;     ///< [slots] in the order of experts, or nullptr: the same
   const std::int32_t* expert_rows = nullptr;   ///< of tiles: GemmArgs
-  bool from_positions = false;                 ///< row i comes from the row of its slot's position
   const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic
   float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
   /// Whether the next kernel may start before the previous one is done: what it reads early is older.

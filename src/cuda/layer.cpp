@@ -296,9 +296,13 @@ class LayerRun {
     InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count,
                                  down.order(ffn.scheme));
     mid.start_next_early = true;
-    if (&ffn == &b_.routed) {
+    if (&ffn == &b_.routed && tiled()) {  // where experts lie one after the other
+      mid.experts = spec_.experts;
+      mid.offsets = b_.expert_offsets.at(base_);
+      mid.expert_rows = b_.expert_rows.at(base_);
+      mid.one_tensor = true;
+    } else if (&ffn == &b_.routed) {
       of_slots(mid);
-      mid.from_positions = tiled();
     }
     if (with_static) mid.static_scales = weights_.mid_scales;
     then("round the intermediate", launch_inputs, mid, stream_);

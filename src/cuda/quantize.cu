@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kMostThreads, least_blocks<Activation, Input>(
         scale = stored.real;
       }
       std::uint32_t packed[2];
-      encode_elements<kValue>(elements[v], scale, ranges[v], packed);
+      encode_elements<kValue>(elements[v], scale, ranges[v], false, packed);
       if (first < k) store_codes<kValue.bits, kCount>(values, first, k, args.wide, packed);
     }
     if (++chunk == args.chunks) break;

@@ -128,11 +128,11 @@ __device__ __forceinline__ std::uint32_t encode_input(float x, const GroupFactor
   return encode<formats::bf16>(round_to<Activation::operand.value>(over(x, factors)) * factors.fold);
 }
 
-/// The same for numbers of one group, two in a word.
+/// The same for numbers of one group, two in a word. `fits`: as below.
 template <class Activation, Format kInput, int kCount>
 __device__ __forceinline__ void encode_inputs(const Elements<kInput, kCount>& x, const GroupFactors& factors,
                                               const typename Elements<kInput, kCount>::Range& range,
-                                              std::uint32_t (&words)[kCount / 2]) {
+                                              bool fits, std::uint32_t (&words)[kCount / 2]) {
   constexpr Format value = Activation::operand.value;
   if constexpr (value == kInput) {
 #pragma unroll
@@ -141,7 +141,7 @@ __device__ __forceinline__ void encode_inputs(const Elements<kInput, kCount>& x,
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i)
       words[i] = encode<value>(x[2 * i]) | encode<value>(x[2 * i + 1]) << 16;
-  } else if (const FastDivider divider(factors.divisor); range.finite && divider.fits(range.amax)) {
+  } else if (const FastDivider divider(factors.divisor); fits || (range.finite && divider.fits(range.amax))) {
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const float2 rounded = round_pair<value>(divider.quotient(x[2 * i]), divider.quotient(x[2 * i + 1]));
@@ -177,13 +177,14 @@ __device__ __forceinline__ void encode_quotients(const Elements<kInput, kCount>&
   }
 }
 
+/// x / scale as codes. `fits`: whether x and scale are known to be what FastDivider takes.
 template <Format F, Format kInput, int kCount>
 __device__ __forceinline__ void encode_elements(const Elements<kInput, kCount>& x, float scale,
                                                 const typename Elements<kInput, kCount>::Range& range,
-                                                std::uint32_t (&packed)[2]) {
+                                                bool fits, std::uint32_t (&packed)[2]) {
   using Quotients = float[32 / F.bits];
   const FastDivider divider(scale);
-  const bool fits = range.finite && divider.fits(range.amax);
+  fits = fits || (range.finite && divider.fits(range.amax));
   if (F == formats::e2m1 && kInput.bits == 16 && fits && range.amax < 6.875f * scale)
     encode_quotients<F>(x, divider, packed, [&](const Quotients& quotients, int word) {
       return encode_e2m1_word_below_7(quotients, x.words + word * 4);
