@@ -319,7 +319,7 @@ template <class... Params>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, int words, cudaStream_t stream,
                    std::type_identity_t<Params>... params) {
   const std::size_t bytes = static_cast<std::size_t>(words) * sizeof(std::int32_t);
-  if (bytes > 48 * 1024) {
+  if (bytes > (48 - 16) * 1024) {  // with what kernels have of their own
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 4 * kMostWords);
     if (error != cudaSuccess) return error;

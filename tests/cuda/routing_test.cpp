@@ -242,6 +242,20 @@ TEST_F(CudaRouting, GivenIds) {
     }
 }
 
+// A kernel must be allowed what it takes of shared memory, when it first takes more than all may.
+TEST_F(CudaRouting, EveryAmountOfSharedMemory) {
+  for (int tokens = 16; tokens <= 1024; tokens += 48) {
+    Ints ids;
+    for (int s = 0; s < tokens * 8; ++s) ids.push_back((s * 7 + s / 8) % 128);
+    same_as_on_the_cpu({.tokens = tokens, .experts = 128, .top_k = 8, .given_ids = ids});
+  }
+  for (int experts = 32; experts <= 1024; experts += 32)
+    same_as_on_the_cpu({.tokens = 128,
+                        .experts = experts,
+                        .top_k = 16,
+                        .logits = make_logits(128, experts, Kind::normal, 6)});
+}
+
 TEST_F(CudaRouting, RangesOfExpertsAndTokensCountedOnTheDevice) {
   for (const int tokens : {5, 100}) {
     const std::vector<float> logits = make_logits(tokens, 96, Kind::normal, 2);
