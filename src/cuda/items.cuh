@@ -32,6 +32,16 @@ struct ExpertLoad {
   std::int32_t tokens, items;
 };
 
+/// Which experts come first: those with most tokens, and of those with as many (or very many) the lowest.
+__device__ __forceinline__ std::uint32_t rank_of(int expert, int tokens) {
+  static_assert(kMostSortedExperts == 1 << 10);
+  return static_cast<std::uint32_t>(min(tokens, (1 << 22) - 1)) << 10 | (kMostSortedExperts - 1 - expert);
+}
+struct RankedItems {
+  std::uint32_t rank;
+  std::int32_t items;
+};
+
 /// Items first, first + step, .. of an expert, whose positions begin at `position`; its first item is number
 /// `at` of all.
 __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, const ExpertLoad& load,
@@ -54,43 +64,58 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
 /// what is left to the end is then small.
 template <class Offset>
 __device__ void cut_items(const ItemArgs& args, const Offset& offset) {
-  __shared__ ExpertLoad loads[kMostSortedExperts];
+  __shared__ RankedItems ranked[kMostSortedExperts];
+  __shared__ std::int32_t first_items[kMostSortedExperts];
   const int experts = args.experts, threads = static_cast<int>(blockDim.x);
   const bool sorted = experts <= kMostSortedExperts;
   const auto position = [&](int expert) { return max(offset(expert), 0); };
+  const auto load_of = [&](int expert) {
+    const int tokens = expert < experts ? max(min(offset(expert + 1), args.rows) - position(expert), 0) : 0;
+    return ExpertLoad{tokens, (tokens + args.tokens - 1) / args.tokens};
+  };
   int count = 0, rows = 0;
   for (int begin = 0; begin < experts; begin += threads) {
     const int expert = begin + static_cast<int>(threadIdx.x);
     const bool there = expert < experts;
-    const int first = there ? position(expert) : 0;
-    ExpertLoad load = {there ? max(min(offset(expert + 1), args.rows) - first, 0) : 0, 0};
-    load.items = (load.tokens + args.tokens - 1) / args.tokens;
+    const ExpertLoad load = load_of(expert);
     int all_items = 0, all_rows = 0;
     const int at = count + exclusive_sum(load.items, &all_items);
     const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all_rows);
-    if (there && args.expert_rows != nullptr) args.expert_rows[expert] = row - first;
-    if (there && sorted) loads[expert] = load;
-    if (!sorted) write_items(args, expert, load, first, at, 0, 1);
+    if (there && args.expert_rows != nullptr) args.expert_rows[expert] = row - position(expert);
+    if (there && sorted) ranked[expert] = {rank_of(expert, load.tokens), load.items};
+    if (there && !sorted) write_items(args, expert, load, position(expert), at, 0, 1);
     count += all_items;
     rows += all_rows;
   }
   if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
   if (!sorted) return;
   __syncthreads();
-  // So many neighbouring lanes count the items before those of an expert, and write its own.
-  int share = 32;
-  while (share > 1 && share * experts > threads) share /= 2;
-  const int own = static_cast<int>(threadIdx.x) % share;
-  for (int begin = 0; begin < experts; begin += threads / share) {
-    const int expert = begin + static_cast<int>(threadIdx.x) / share;
-    const ExpertLoad load = expert < experts ? loads[expert] : ExpertLoad{0, 0};
-    int at = 0;
-    for (int other = own; other < experts; other += share) {
-      const ExpertLoad its = loads[other];
-      if (its.tokens > load.tokens || (its.tokens == load.tokens && other < expert)) at += its.items;
+  // A warp counts the items before those of several experts at a time.
+  constexpr int at_once = 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  for (int first = at_once * warp; first < experts; first += at_once * (threads / 32)) {
+    std::uint32_t rank[at_once];
+    int at[at_once] = {};
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) rank[i] = ranked[min(first + i, experts - 1)].rank;
+    for (int other = lane; other < experts; other += 32) {
+      const RankedItems its = ranked[other];
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) at[i] += its.rank > rank[i] ? its.items : 0;
     }
-    for (int lanes = 1; lanes < share; lanes *= 2) at += __shfl_xor_sync(~0u, at, lanes);
-    if (expert < experts) write_items(args, expert, load, position(expert), at, own, share);
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      at[i] = __reduce_add_sync(~0u, at[i]);
+      if (lane == i && first + i < experts) first_items[first + i] = at[i];
+    }
+  }
+  __syncthreads();
+  // As many write them as there are, about: few warps do what takes many instructions.
+  int share = 1;
+  while (share < 32 && share * experts < count) share *= 2;
+  for (int i = static_cast<int>(threadIdx.x); i < share * experts; i += threads) {
+    const int expert = i / share;
+    write_items(args, expert, load_of(expert), position(expert), first_items[expert], i % share, share);
   }
 }
 

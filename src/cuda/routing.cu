@@ -24,19 +24,30 @@ constexpr int kBlockTokens = 64;
 constexpr int kThreads = 512;
 constexpr int kSortThreads = 1024;
 
-/// What routing takes of shared memory; it is more than what sorting takes.
+/// Of the counts of two warps: lanes that read one expert's of all warps find them in different banks.
+__host__ __device__ constexpr int count_stride(int experts) {
+  return experts | 1;
+}
+
+/// What routing and sorting take of shared memory; ids come behind both. Where a block has all slots, their
+/// order takes a part.
 __host__ __device__ constexpr int route_words(int warps, int experts) {
   return warps * route_warp_words(experts);
 }
-__host__ __device__ constexpr int sort_words(int warps, int experts) {
-  return (warps + 1) * experts;
+__host__ __device__ constexpr int sort_words(int warps, int experts, int slots = 0) {
+  return experts + warps * count_stride(experts) + (slots + 1) / 2;
+}
+__host__ __device__ constexpr int words_before_ids(int warps, int experts, int slots) {
+  const int route = route_words(warps, experts), sort = sort_words(warps, experts, slots);
+  return route > sort ? route : sort;
 }
 
 __device__ __forceinline__ int tokens_of(const RouteArgs& args) {
   return args.token_count != nullptr ? min(*args.token_count, args.tokens) : args.tokens;
 }
 
-/// [warps, route_warp_words(E)], and after that [E] offsets and [warps, E] counts.
+/// [warps, route_warp_words(E)], and after that [E] offsets, [warps, count_stride(E)] counts and,
+/// where a block has all slots, their order in 16 bits.
 extern __shared__ __align__(16) std::int32_t shared_words[];
 
 /// Ids and weights of tokens first, first + step, ... before end, by this warp. The ids also go to `copy`
@@ -77,6 +88,15 @@ __device__ __forceinline__ unsigned lanes_alike(int number, int bits) {
   return alike;
 }
 
+/// The sum over this lane and those before it, of so many neighbours.
+__device__ __forceinline__ int sum_of_lanes_to(int value, int lanes = 32) {
+  for (int distance = 1; distance < lanes; distance *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, value, distance, lanes);
+    if (lane() % lanes >= distance) value += below;
+  }
+  return value;
+}
+
 /// Part of a stable counting sort of slots by expert, by one block: slots [begin, end). Each warp has a run
 /// of them; within 32 slots, lanes of one expert find each other by votes.
 class SlotSort {
@@ -94,12 +114,13 @@ class SlotSort {
   /// Counts become the number of slots by warp and expert, and each slot learns how many of its expert come
   /// before it in its warp. Ends with a barrier.
   __device__ void count() {
-    for (int i = static_cast<int>(threadIdx.x); i < used_ * args_.experts; i += static_cast<int>(blockDim.x))
+    for (int i = static_cast<int>(threadIdx.x); i < used_ * count_stride(args_.experts);
+         i += static_cast<int>(blockDim.x))
       counts()[i] = 0;
     __syncthreads();
     const int bits = 32 - __clz(args_.experts);
     const auto load = [&](int slot) { return slot < end_ ? ids_[slot] : -1; };
-    std::int32_t* const mine = counts() + warp() * args_.experts;
+    std::int32_t* const mine = counts() + warp() * count_stride(args_.experts);
     int id = load(begin_ + lane());
     for (int slot = begin_ + lane(); slot - lane() < end_; slot += 32) {
       const int next = load(slot + 32);
@@ -115,32 +136,40 @@ class SlotSort {
     __syncthreads();
   }
 
-  /// Counts of expert e become the slots in earlier warps; returns the slots of all. For one thread.
-  __device__ int add_up(int e) {
-    constexpr int ahead = 8;  // that are read before any is written
-    int sum = 0;
-    for (int first = 0; first < used_; first += ahead) {
-      std::int32_t* const from = counts() + first * args_.experts + e;
-      int count[ahead];
+  /// Counts become the slots in earlier warps, and totals [E] those of all. Ends with a barrier.
+  __device__ void add_up(std::int32_t* totals) {
+    constexpr int lanes = 8, each = 32 / lanes;  // an expert's, and warps of each
+    const int stride = count_stride(args_.experts);
+    for (int first = warp() * 32; first < lanes * args_.experts; first += static_cast<int>(blockDim.x)) {
+      const int e = (first + lane()) / lanes, before_mine = lane() % lanes * each;
+      std::int32_t* const own = counts() + before_mine * stride + e;
+      const auto there = [&](int w) { return e < args_.experts && before_mine + w < used_; };
+      int count[each], sum = 0;
 #pragma unroll
-      for (int w = 0; w < ahead; ++w) count[w] = first + w < used_ ? from[w * args_.experts] : 0;
+      for (int w = 0; w < each; ++w) count[w] = there(w) ? own[w * stride] : 0;
 #pragma unroll
-      for (int w = 0; w < ahead; ++w) {
-        if (first + w < used_) from[w * args_.experts] = sum;
-        sum += count[w];
+      for (int w = 0; w < each; ++w) sum += count[w];
+      int before = sum_of_lanes_to(sum, lanes) - sum;
+#pragma unroll
+      for (int w = 0; w < each; ++w) {
+        if (there(w)) own[w * stride] = before;
+        before += count[w];
       }
+      if (e < args_.experts && lane() % lanes == lanes - 1) totals[e] = before;
     }
-    return sum;
+    __syncthreads();
   }
 
   /// The positions of all slots; offsets [E] is where the first of each expert goes. After a barrier.
-  __device__ void place(const std::int32_t* offsets) {
-    const std::int32_t* const before_warp = counts() + warp() * args_.experts;
+  /// `sorted` [positions]: shared memory, where the block has all slots; others lie where they shall.
+  template <class Slot>
+  __device__ void place(const std::int32_t* offsets, Slot* sorted) {
+    const std::int32_t* const before_warp = counts() + warp() * count_stride(args_.experts);
     for (int slot = begin_ + lane(); slot < end_; slot += 32) {
       const int rank = ranks_[slot], expert = rank % kMostExperts;
       const int position = rank >= 0 ? offsets[expert] + before_warp[expert] + rank / kMostExperts : -1;
       args_.out.slot_position[slot] = position;
-      if (position >= 0) args_.out.sorted_slots[position] = slot;
+      if (position >= 0) sorted[position] = static_cast<Slot>(slot);
     }
   }
 
@@ -177,12 +206,7 @@ __device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, Slo
   for (int chunk = warp(); chunk < chunks; chunk += warps()) {
     const int e = chunk * 32 + lane();
     const int count = e < experts ? offsets[e] : 0;
-    int sum = count;
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int below = __shfl_up_sync(kAllLanes, sum, distance);
-      if (lane() >= distance) sum += below;
-    }
-    const int offset = sum_chunks(chunk) + sum - count;
+    const int offset = sum_chunks(chunk) + sum_of_lanes_to(count) - count;
     if (e < experts) offsets[e] = args.out.expert_offsets[e] = offset;
   }
   const int end = sum_chunks(chunks);
@@ -191,12 +215,19 @@ __device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, Slo
   if (items.items != nullptr) cut_items(items, [&](int e) { return e < experts ? offsets[e] : end; });
 }
 
-/// By one block, which has all ids.
+/// By one block, which has all ids. Slots are put in order in shared memory: stores one by one to memory
+/// would take as long as all the rest.
 __device__ void sort_slots(const RouteArgs& args, const ItemArgs& items, std::int32_t* ids, int slots) {
   SlotSort sort(args, ids, 0, slots, ids);
   sort.count();
-  offset_experts(args, items, [&](int e) { return sort.add_up(e); });
-  sort.place(shared_words);
+  sort.add_up(shared_words);
+  offset_experts(args, items, [&](int e) { return shared_words[e]; });
+  auto* const sorted = reinterpret_cast<std::uint16_t*>(shared_words + sort_words(warps(), args.experts));
+  sort.place(shared_words, sorted);
+  __syncthreads();
+  const int positions = args.out.expert_offsets[args.experts];
+  for (int i = static_cast<int>(threadIdx.x); i < positions; i += static_cast<int>(blockDim.x))
+    args.out.sorted_slots[i] = sorted[i];
 }
 
 /// A warp for each token.
@@ -213,7 +244,7 @@ __global__ void __launch_bounds__(kChooseThreads, 1) choose_experts(const RouteA
 __global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args, const ItemArgs items) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  std::int32_t* ids = shared_words + route_words(warps(), args.experts);
+  std::int32_t* ids = shared_words + words_before_ids(warps(), args.experts, args.tokens * args.top_k);
   const int tokens = tokens_of(args), first = static_cast<int>(blockIdx.x) * warps() + warp();
   if (gridDim.x > 1) sync_cluster();  // the first block must run before others write to it
   route_tokens(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
@@ -226,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs ar
 __global__ void __launch_bounds__(kSortThreads) sort_few(const RouteArgs args, const ItemArgs items) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  std::int32_t* ids = shared_words + sort_words(warps(), args.experts);
+  std::int32_t* ids = shared_words + sort_words(warps(), args.experts, args.tokens * args.top_k);
   const int slots = tokens_of(args) * args.top_k;
   const bool given = args.logits == nullptr;
   constexpr int ahead = kBlockSlots / kSortThreads;  // that are read before any is written
@@ -270,8 +301,9 @@ __global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs a
   __syncthreads();
   SlotSort sort = sort_of_block(args, block);
   sort.count();
+  sort.add_up(shared_words);
   for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x))
-    args.block_counts[block * args.experts + e] = sort.add_up(e);
+    args.block_counts[block * args.experts + e] = shared_words[e];
 }
 
 /// block_counts [blocks, E] become the position of the first slot of a block and expert, less the expert's
@@ -296,12 +328,11 @@ __global__ void __launch_bounds__(kThreads) place_slots(const RouteArgs args) {
   const int block = static_cast<int>(blockIdx.x);
   SlotSort sort = sort_of_block(args, block);
   sort.count();
-  for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x)) {
-    sort.add_up(e);
+  sort.add_up(shared_words);
+  for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x))
     shared_words[e] = args.out.expert_offsets[e] + args.block_counts[block * args.experts + e];
-  }
   __syncthreads();
-  sort.place(shared_words);
+  sort.place(shared_words, args.out.sorted_slots);
 }
 
 struct Grid {
@@ -311,8 +342,8 @@ struct Grid {
 /// What any of the kernels takes of shared memory at most. All calls allow a kernel as much: what one of them
 /// allows, another thread may be about to use.
 constexpr int kMostWords = route_words(kThreads / 32, kMostExperts) + kClusterTokens * kMostTopK;
-static_assert(sort_words(kSortThreads / 32, kMostExperts) + kBlockSlots <= kMostWords &&
-              kBlockTokens <= kClusterTokens);
+static_assert(sort_words(kSortThreads / 32, kMostExperts, kBlockSlots) + kBlockSlots <= kMostWords &&
+              kBlockTokens <= kClusterTokens && kBlockSlots <= 1 << 16);
 
 /// A kernel with so many words of shared memory.
 template <class... Params>
@@ -379,14 +410,14 @@ cudaError_t launch_route(const RouteArgs& args, const ItemArgs& items, cudaStrea
   if (args.tokens <= kClusterTokens && args.logits != nullptr) {
     const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
     const int threads = 32 * std::clamp(args.tokens / blocks, 8, kThreads / 32);
-    const int words = route_words(threads / 32, args.experts) + slots;
+    const int words = words_before_ids(threads / 32, args.experts, slots) + slots;
     return launch(route_and_sort, {blocks, threads, blocks}, words, stream, args, items);
   }
   cudaError_t error = cudaSuccess;
   if (slots <= kBlockSlots) {
     if (args.logits != nullptr) error = launch_choose(args, stream);
     const int threads = std::clamp((slots + 31) / 32 * 32, 256, kSortThreads);
-    const int words = sort_words(threads / 32, args.experts) + slots;
+    const int words = sort_words(threads / 32, args.experts, slots) + slots;
     return error != cudaSuccess ? error : launch(sort_few, {1, threads}, words, stream, args, items);
   }
   const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
