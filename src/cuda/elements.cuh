@@ -20,16 +20,19 @@ struct Elements {
   std::uint32_t words[kWords];
 
   /// Numbers `begin` .. `begin + kCount` of a row of k, those from k on as 0. `wide`: the row is aligned to
-  /// 16 bytes, and k a multiple of kCount.
+  /// 16 bytes, and k a multiple of kCount. `kReadOnly`: nothing writes it while the kernel runs, or before
+  /// that waits for the one before it.
+  template <bool kReadOnly>
   __device__ __forceinline__ void load(const std::byte* row, int begin, int k, bool wide) {
 #pragma unroll
     for (std::uint32_t& word : words) word = 0;
     if (begin >= k) return;
     const std::byte* from = row + static_cast<std::int64_t>(begin) * (F.bits / 8);
+    const auto read = []<class T>(const T* at) { return kReadOnly ? __ldg(at) : *at; };
     if (wide) {
 #pragma unroll
       for (int i = 0; i < kWords; i += 4) {
-        const uint4 four = reinterpret_cast<const uint4*>(from)[i / 4];
+        const uint4 four = read(reinterpret_cast<const uint4*>(from) + i / 4);
         words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
       }
     } else {
@@ -37,9 +40,9 @@ struct Elements {
       for (int i = 0; i < kCount; ++i) {
         if (begin + i >= k) break;
         if constexpr (F.bits == 32)
-          words[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+          words[i] = read(reinterpret_cast<const std::uint32_t*>(from) + i);
         else
-          words[i / 2] |= static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(from)[i])
+          words[i / 2] |= static_cast<std::uint32_t>(read(reinterpret_cast<const std::uint16_t*>(from) + i))
                           << (i % 2 * 16);
       }
     }
@@ -83,11 +86,12 @@ struct Elements {
     if (largest < inf) return {value(largest), true};
     largest = 0;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const std::uint32_t word = words[i * F.bits / 32] >> (i * F.bits % 32);
-      const std::uint32_t magnitude = word & ((1u << (F.bits - 1)) - 1);
-      if (magnitude < inf) largest = max(largest, magnitude);
-    }
+    for (int i = 0; i < kWords; ++i)
+#pragma unroll
+      for (int half = 0; half < 32 / F.bits; ++half) {
+        const std::uint32_t magnitude = words[i] >> (F.bits % 32 * half) & ((1u << (F.bits - 1)) - 1);
+        if (magnitude < inf) largest = max(largest, magnitude);
+      }
     return {value(largest), false};
   }
 

@@ -32,7 +32,7 @@ struct Row {
   /// Numbers k .. k + 7; those from K on are 0.
   __device__ __forceinline__ Piece load(int k) const {
     Piece piece;
-    piece.load(x, k, cols, wide);
+    piece.template load<false>(x, k, cols, wide);
     return piece;
   }
   /// Of numbers k, k + step, .. and their neighbours.
