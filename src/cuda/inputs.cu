@@ -104,6 +104,7 @@ __device__ __forceinline__ std::int32_t row_of(const InputArgs& args, std::int64
 }
 
 /// How a warp stores its next 256 columns of a row.
+static_assert(kMostTopK <= 32, "a lane has each copy's place");
 struct Store {
   const InputArgs& args;
   const int lane;

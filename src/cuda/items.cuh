@@ -6,15 +6,21 @@
 
 namespace gatefold::cuda {
 
+/// The sum over this lane and those before it, of so many neighbours.
+__device__ __forceinline__ int sum_of_lanes_to(int value, int lanes = 32) {
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  for (int step = 1; step < lanes; step *= 2) {
+    const int before = __shfl_up_sync(~0u, value, step, lanes);
+    if (lane >= step) value += before;
+  }
+  return value;
+}
+
 /// Sums over the threads before this one, and over all.
 __device__ __forceinline__ int exclusive_sum(int value, int* total) {
   __shared__ int warps[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += before;
-  }
+  const int sum = sum_of_lanes_to(value);
   if (lane == 31) warps[warp] = sum;
   __syncthreads();
   const int of_warp = lane < static_cast<int>(blockDim.x / 32) ? warps[lane] : 0;

@@ -88,15 +88,6 @@ __device__ __forceinline__ unsigned lanes_alike(int number, int bits) {
   return alike;
 }
 
-/// The sum over this lane and those before it, of so many neighbours.
-__device__ __forceinline__ int sum_of_lanes_to(int value, int lanes = 32) {
-  for (int distance = 1; distance < lanes; distance *= 2) {
-    const int below = __shfl_up_sync(kAllLanes, value, distance, lanes);
-    if (lane() % lanes >= distance) value += below;
-  }
-  return value;
-}
-
 /// Part of a stable counting sort of slots by expert, by one block: slots [begin, end). Each warp has a run
 /// of them; within 32 slots, lanes of one expert find each other by votes.
 class SlotSort {
