@@ -54,6 +54,11 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
                                             int position, int at, int first, int step) {
   const int items = min(load.items, args.most_items - at);
   if (first >= items) return;
+  if (load.items == 1) {  // as most have, without divisions
+    args.items[at] = {static_cast<std::int16_t>(expert), static_cast<std::int16_t>(load.tokens), position, 0,
+                      1};
+    return;
+  }
   const EvenCut steps((load.tokens + args.step - 1) / args.step, load.items);
   const EvenCut bands(load.items, (load.items + kMostBandItems - 1) / kMostBandItems);
   for (int i = first; i < items; i += step) {
@@ -67,61 +72,74 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
 }
 
 /// `offset`: of the first position of an expert, and of the end of all. Experts with most tokens come first:
-/// what is left to the end is then small.
+/// what is left to the end is then small. By block `part` of `parts`, which cuts those of some experts.
 template <class Offset>
-__device__ void cut_items(const ItemArgs& args, const Offset& offset) {
+__device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, int parts) {
   __shared__ RankedItems ranked[kMostSortedExperts];
-  __shared__ std::int32_t first_items[kMostSortedExperts];
   const int experts = args.experts, threads = static_cast<int>(blockDim.x);
   const bool sorted = experts <= kMostSortedExperts;
+  if (!sorted && part != 0) return;
   const auto position = [&](int expert) { return max(offset(expert), 0); };
-  const auto load_of = [&](int expert) {
-    const int tokens = expert < experts ? max(min(offset(expert + 1), args.rows) - position(expert), 0) : 0;
-    return ExpertLoad{tokens, (tokens + args.tokens - 1) / args.tokens};
+  const auto tokens_of = [&](int expert) {
+    return max(min(offset(expert + 1), args.rows) - position(expert), 0);
   };
+  const bool pads_rows = args.expert_rows != nullptr && part == 0;
   int count = 0, rows = 0;
   for (int begin = 0; begin < experts; begin += threads) {
     const int expert = begin + static_cast<int>(threadIdx.x);
     const bool there = expert < experts;
-    const ExpertLoad load = load_of(expert);
-    int all_items = 0, all_rows = 0;
-    const int at = count + exclusive_sum(load.items, &all_items);
-    const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all_rows);
-    if (there && args.expert_rows != nullptr) args.expert_rows[expert] = row - position(expert);
+    ExpertLoad load{};
+    if (there) {
+      load.tokens = tokens_of(expert);
+      load.items = (load.tokens + args.tokens - 1) / args.tokens;
+    }
     if (there && sorted) ranked[expert] = {rank_of(expert, load.tokens), load.items};
-    if (there && !sorted) write_items(args, expert, load, position(expert), at, 0, 1);
-    count += all_items;
-    rows += all_rows;
+    if (pads_rows) {
+      int all = 0;
+      const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all);
+      if (there) args.expert_rows[expert] = row - position(expert);
+      rows += all;
+    }
+    if (!sorted) {
+      int all = 0;
+      const int at = count + exclusive_sum(load.items, &all);
+      if (there) write_items(args, expert, load, position(expert), at, 0, 1);
+      count += all;
+    }
   }
-  if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
-  if (!sorted) return;
+  if (!sorted) {
+    if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
+    return;
+  }
   __syncthreads();
-  // A warp counts the items before those of several experts at a time.
-  constexpr int at_once = 4;
+  // A warp has several experts at a time, counts the items before each and all, and some lanes write those of
+  // one.
+  constexpr int at_once = 4, lanes = 32 / at_once;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  for (int first = at_once * warp; first < experts; first += at_once * (threads / 32)) {
+  for (int first = at_once * (part + warp * parts); first < experts;
+       first += at_once * threads / 32 * parts) {
     std::uint32_t rank[at_once];
-    int at[at_once] = {};
+    int before[at_once] = {}, all = 0, at = 0;
 #pragma unroll
     for (int i = 0; i < at_once; ++i) rank[i] = ranked[min(first + i, experts - 1)].rank;
     for (int other = lane; other < experts; other += 32) {
       const RankedItems its = ranked[other];
+      all += its.items;
 #pragma unroll
-      for (int i = 0; i < at_once; ++i) at[i] += its.rank > rank[i] ? its.items : 0;
+      for (int i = 0; i < at_once; ++i) before[i] += its.rank > rank[i] ? its.items : 0;
     }
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
-      at[i] = __reduce_add_sync(~0u, at[i]);
-      if (lane == i && first + i < experts) first_items[first + i] = at[i];
+      before[i] = __reduce_add_sync(~0u, before[i]);
+      if (lane / lanes == i) at = before[i];
     }
-  }
-  __syncthreads();
-  // As many write them as there are, about: few warps do what takes many instructions.
-  int share = 1;
-  while (share < 32 && share * experts < count) share *= 2;
-  for (int i = static_cast<int>(threadIdx.x); i < share * experts; i += threads) {
-    const int expert = i / share;
-    write_items(args, expert, load_of(expert), position(expert), first_items[expert], i % share, share);
+    const int expert = first + lane / lanes;
+    if (expert < experts)
+      write_items(args, expert, {tokens_of(expert), ranked[expert].items}, position(expert), at, lane % lanes,
+                  lanes);
+    if (first > 0) continue;
+    all = __reduce_add_sync(~0u, all);
+    if (lane == 0) *args.item_count = min(all, args.most_items);
   }
 }
 

@@ -196,7 +196,6 @@ class LayerRun {
                          .logits = logits,
                          .correction_bias = weights_.correction_bias,
                          .given_ids = in.topk_ids,
-                         .given_weights = in.topk_weights,
                          .first_expert = 0,
                          .end_expert = spec_.experts,
                          .out = {.topk_ids = b_.topk_ids.at(base_),

@@ -130,6 +130,19 @@ __device__ __forceinline__ void arrive_in_cluster(std::uint32_t barrier, int ran
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
+/// What is at this place of shared memory in a block of the cluster.
+template <class T>
+__device__ __forceinline__ T* in_block_of_cluster(T* shared, int rank) {
+  return static_cast<T*>(__cluster_map_shared_rank(shared, static_cast<unsigned>(rank)));
+}
+/// sync_cluster in two halves, where threads have only read since the last one: no block ends while others
+/// read its memory.
+__device__ __forceinline__ void arrive_after_reads_in_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_reads_in_cluster() {
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+}
 
 /// 16 bytes from global to shared memory, past L1.
 __device__ __forceinline__ void copy_16_bytes(void* shared, const void* global) {

@@ -13,32 +13,30 @@
 namespace gatefold::cuda {
 namespace {
 
-/// Up to this many tokens are routed and sorted by one launch: a cluster of blocks of which the first one
-/// sorts. Up to kBlockSlots slots are sorted by one block, after a launch that routes them, unless ids are
-/// given. More are routed by blocks of kBlockTokens, each of which counts its slots; a second launch adds up
-/// the counts, and a third one gives the slots their positions.
+/// Up to this many tokens are routed and sorted by one launch of a cluster of blocks. More are routed by a
+/// launch of their own, unless ids are given. Up to kClusterSlots slots are sorted by the cluster; of more,
+/// blocks count those of kBlockTokens, a second launch adds up the counts, and a third one gives the slots
+/// their positions.
 constexpr int kClusterTokens = 128;
+constexpr int kClusterSlots = 32768;
 constexpr int kClusterBlocks = 8;
-constexpr int kBlockSlots = 8192;
 constexpr int kBlockTokens = 64;
 constexpr int kThreads = 512;
-constexpr int kSortThreads = 1024;
 
 /// Of the counts of two warps: lanes that read one expert's of all warps find them in different banks.
 __host__ __device__ constexpr int count_stride(int experts) {
   return experts | 1;
 }
 
-/// What routing and sorting take of shared memory; ids come behind both. Where a block has all slots, their
-/// order takes a part.
+/// What routing and sorting take of shared memory; ranks of slots come behind both.
 __host__ __device__ constexpr int route_words(int warps, int experts) {
   return warps * route_warp_words(experts);
 }
-__host__ __device__ constexpr int sort_words(int warps, int experts, int slots = 0) {
-  return experts + warps * count_stride(experts) + (slots + 1) / 2;
+__host__ __device__ constexpr int sort_words(int warps, int experts) {
+  return 3 * experts + warps * count_stride(experts);
 }
-__host__ __device__ constexpr int words_before_ids(int warps, int experts, int slots) {
-  const int route = route_words(warps, experts), sort = sort_words(warps, experts, slots);
+__host__ __device__ constexpr int words_before_ranks(bool routes, int warps, int experts) {
+  const int route = routes ? route_words(warps, experts) : 0, sort = sort_words(warps, experts);
   return route > sort ? route : sort;
 }
 
@@ -46,55 +44,52 @@ __device__ __forceinline__ int tokens_of(const RouteArgs& args) {
   return args.token_count != nullptr ? min(*args.token_count, args.tokens) : args.tokens;
 }
 
-/// [warps, route_warp_words(E)], and after that [E] offsets, [warps, count_stride(E)] counts and,
-/// where a block has all slots, their order in 16 bits.
+/// [warps, route_warp_words(E)], and after that of each expert: the first position, this block's slots, those
+/// of blocks before it, and [warps, count_stride(E)] counts.
 extern __shared__ __align__(16) std::int32_t shared_words[];
 
-/// Ids and weights of tokens first, first + step, ... before end, by this warp. The ids also go to `copy`
-/// [end, top_k].
-__device__ void route_tokens(const RouteArgs& args, int first, int end, int step, std::int32_t* copy) {
+/// Ids and weights of tokens first, first + step, ... before end, by this warp.
+__device__ void route_tokens(const RouteArgs& args, int first, int end, int step) {
   for (int token = first; token < end; token += step) {
-    const int slot = token * args.top_k + lane();
-    int id = 0;
-    float weight = 0;
-    if (args.logits != nullptr) {
-      TokenExperts experts(args.routing, args.experts,
-                           args.logits + static_cast<std::int64_t>(token) * args.experts,
-                           args.correction_bias, shared_words + warp() * route_warp_words(args.experts));
-      id = experts.choose(args.top_k);
-      weight = experts.weight(args.top_k, id);
-      __syncwarp();
-    } else if (lane() < args.top_k) {
-      id = args.given_ids[slot];
-      weight = args.given_weights[slot];
-    }
+    TokenExperts experts(args.routing, args.experts,
+                         args.logits + static_cast<std::int64_t>(token) * args.experts, args.correction_bias,
+                         shared_words + warp() * route_warp_words(args.experts));
+    const int id = experts.choose(args.top_k);
+    const float weight = experts.weight(args.top_k, id);
+    __syncwarp();
     if (lane() < args.top_k) {
-      args.out.topk_ids[slot] = id;
-      args.out.topk_weights[slot] = weight;
-      if (copy != nullptr) copy[slot] = id;
+      args.out.topk_ids[token * args.top_k + lane()] = id;
+      args.out.topk_weights[token * args.top_k + lane()] = weight;
     }
   }
 }
 
-/// The lanes that have the same number of so many bits. (Votes: `match.any` takes hundreds of clocks of the
-/// whole multiprocessor.)
-__device__ __forceinline__ unsigned lanes_alike(int number, int bits) {
-  unsigned alike = kAllLanes;
-  for (int bit = 0; bit < bits; ++bit) {
-    const bool own = (number >> bit & 1) != 0;
-    const unsigned set = __ballot_sync(kAllLanes, own);
-    alike &= own ? set : ~set;
-  }
-  return alike;
+/// Of all slots.
+__device__ __forceinline__ const std::int32_t* ids_of(const RouteArgs& args) {
+  return args.given_ids != nullptr ? args.given_ids : args.out.topk_ids;
+}
+
+/// The lanes of `among`, this one's too, that have the same number of at most so many bits. (Votes:
+/// `match.any` takes hundreds of clocks of the whole multiprocessor.)
+__device__ __forceinline__ unsigned lanes_alike(int number, int bits, unsigned among) {
+  constexpr int at_once = 4;
+  for (int first = 0; first < bits; first += at_once, number >>= at_once)
+#pragma unroll
+    for (int bit = 0; bit < at_once; ++bit) {
+      const bool own = (number >> bit & 1) != 0;
+      const unsigned set = __ballot_sync(kAllLanes, own);
+      among &= own ? set : ~set;
+    }
+  return among;
 }
 
 /// Part of a stable counting sort of slots by expert, by one block: slots [begin, end). Each warp has a run
 /// of them; within 32 slots, lanes of one expert find each other by votes.
 class SlotSort {
  public:
-  /// `ranks` [end - begin], shared memory: may be where ids from `begin` on are.
-  __device__ SlotSort(const RouteArgs& args, const std::int32_t* ids, int begin, int end, std::int32_t* ranks)
-      : args_(args), ids_(ids), ranks_(ranks - begin) {
+  /// `ranks` [end - begin], shared memory.
+  __device__ SlotSort(const RouteArgs& args, int begin, int end, std::int32_t* ranks)
+      : args_(args), ids_(ids_of(args)), ranks_(ranks - begin) {
     const int groups = (end - begin + 31) / 32;  // of 32 slots
     const int each = groups <= warps() ? 1 : (groups + warps() - 1) / warps();
     used_ = each == 1 ? groups : (groups + each - 1) / each;
@@ -105,18 +100,18 @@ class SlotSort {
   /// Counts become the number of slots by warp and expert, and each slot learns how many of its expert come
   /// before it in its warp. Ends with a barrier.
   __device__ void count() {
+    const auto load = [&](int slot) { return slot < end_ ? ids_[slot] : -1; };
+    int id = load(begin_ + lane());
     for (int i = static_cast<int>(threadIdx.x); i < used_ * count_stride(args_.experts);
          i += static_cast<int>(blockDim.x))
       counts()[i] = 0;
     __syncthreads();
-    const int bits = 32 - __clz(args_.experts);
-    const auto load = [&](int slot) { return slot < end_ ? ids_[slot] : -1; };
+    const int bits = 32 - __clz(args_.experts - 1);
     std::int32_t* const mine = counts() + warp() * count_stride(args_.experts);
-    int id = load(begin_ + lane());
     for (int slot = begin_ + lane(); slot - lane() < end_; slot += 32) {
       const int next = load(slot + 32);
       const bool there = id >= args_.first_expert && id < args_.end_expert;
-      const unsigned alike = lanes_alike(there ? id : args_.experts, bits);
+      const unsigned alike = lanes_alike(id, bits, __ballot_sync(kAllLanes, there));
       const int before = __popc(alike & ((1u << lane()) - 1)), rank = there ? mine[id] + before : 0;
       __syncwarp();
       if (there && before == 0) mine[id] += __popc(alike);
@@ -127,8 +122,8 @@ class SlotSort {
     __syncthreads();
   }
 
-  /// Counts become the slots in earlier warps, and totals [E] those of all. Ends with a barrier.
-  __device__ void add_up(std::int32_t* totals) {
+  /// Counts become the slots in earlier warps. Ends with a barrier.
+  __device__ void add_up() {
     constexpr int lanes = 8, each = 32 / lanes;  // an expert's, and warps of each
     const int stride = count_stride(args_.experts);
     for (int first = warp() * 32; first < lanes * args_.experts; first += static_cast<int>(blockDim.x)) {
@@ -146,40 +141,49 @@ class SlotSort {
         if (there(w)) own[w * stride] = before;
         before += count[w];
       }
-      if (e < args_.experts && lane() % lanes == lanes - 1) totals[e] = before;
+      if (e < args_.experts && lane() % lanes == lanes - 1) totals()[e] = before;
     }
     __syncthreads();
   }
 
-  /// The positions of all slots; offsets [E] is where the first of each expert goes. After a barrier.
-  /// `sorted` [positions]: shared memory, where the block has all slots; others lie where they shall.
-  template <class Slot>
-  __device__ void place(const std::int32_t* offsets, Slot* sorted) {
+  /// Of each expert, slots of this block.
+  __device__ std::int32_t* totals() const {
+    return shared_words + args_.experts;
+  }
+  /// And of those before it: for place().
+  __device__ std::int32_t* before() const {
+    return totals() + args_.experts;
+  }
+
+  /// The positions of all slots; after a barrier, with offsets [E] as offset_experts leaves them.
+  __device__ void place() {
+    const std::int32_t* const offsets = shared_words;
     const std::int32_t* const before_warp = counts() + warp() * count_stride(args_.experts);
     for (int slot = begin_ + lane(); slot < end_; slot += 32) {
-      const int rank = ranks_[slot], expert = rank % kMostExperts;
-      const int position = rank >= 0 ? offsets[expert] + before_warp[expert] + rank / kMostExperts : -1;
+      const int rank = ranks_[slot], e = rank % kMostExperts;
+      const int position = rank >= 0 ? offsets[e] + before()[e] + before_warp[e] + rank / kMostExperts : -1;
       args_.out.slot_position[slot] = position;
-      if (position >= 0) sorted[position] = static_cast<Slot>(slot);
+      if (position >= 0) args_.out.sorted_slots[position] = slot;
     }
   }
 
  private:
   __device__ std::int32_t* counts() const {
-    return shared_words + args_.experts;
+    return before() + args_.experts;
   }
 
   const RouteArgs& args_;
-  const std::int32_t* ids_;  // [slots]
+  const std::int32_t* ids_;
   std::int32_t*
       ranks_;  // of slot 0: a slot's place in its warp's run times kMostExperts, and its expert; or -1
   int begin_, end_, used_;  // of this warp's run; warps that have one
 };
 
-/// Where each expert begins, from slots_of(e), and their items; by one block, ends with a barrier. Warps take
-/// chunks of 32 experts; a chunk begins after the sum of those before it.
+/// Where each expert begins, in shared memory and, by the first block, in memory: from slots_of(e). Returns
+/// the end of all. Ends with a barrier. Warps take chunks of 32 experts; a chunk begins after the sum of
+/// those before it.
 template <class SlotsOf>
-__device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, SlotsOf&& slots_of) {
+__device__ int offset_experts(const RouteArgs& args, SlotsOf&& slots_of) {
   __shared__ int chunk_slots[kMostExperts / 32];
   std::int32_t* offsets = shared_words;
   const int experts = args.experts, chunks = (experts + 31) / 32;
@@ -198,27 +202,20 @@ __device__ void offset_experts(const RouteArgs& args, const ItemArgs& items, Slo
     const int e = chunk * 32 + lane();
     const int count = e < experts ? offsets[e] : 0;
     const int offset = sum_chunks(chunk) + sum_of_lanes_to(count) - count;
-    if (e < experts) offsets[e] = args.out.expert_offsets[e] = offset;
+    if (e < experts) offsets[e] = offset;
+    if (e < experts && blockIdx.x == 0) args.out.expert_offsets[e] = offset;
   }
   const int end = sum_chunks(chunks);
-  if (threadIdx.x == 0) args.out.expert_offsets[experts] = end;
+  if (threadIdx.x == 0 && blockIdx.x == 0) args.out.expert_offsets[experts] = end;
   __syncthreads();
-  if (items.items != nullptr) cut_items(items, [&](int e) { return e < experts ? offsets[e] : end; });
+  return end;
 }
 
-/// By one block, which has all ids. Slots are put in order in shared memory: stores one by one to memory
-/// would take as long as all the rest.
-__device__ void sort_slots(const RouteArgs& args, const ItemArgs& items, std::int32_t* ids, int slots) {
-  SlotSort sort(args, ids, 0, slots, ids);
-  sort.count();
-  sort.add_up(shared_words);
-  offset_experts(args, items, [&](int e) { return shared_words[e]; });
-  auto* const sorted = reinterpret_cast<std::uint16_t*>(shared_words + sort_words(warps(), args.experts));
-  sort.place(shared_words, sorted);
-  __syncthreads();
-  const int positions = args.out.expert_offsets[args.experts];
-  for (int i = static_cast<int>(threadIdx.x); i < positions; i += static_cast<int>(blockDim.x))
-    args.out.sorted_slots[i] = sorted[i];
+/// After that.
+__device__ void cut_items_at(const ItemArgs& items, int experts, int end) {
+  if (items.items == nullptr) return;
+  const auto offset = [&](int e) { return e < experts ? shared_words[e] : end; };
+  cut_items(items, offset, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
 /// A warp for each token.
@@ -228,81 +225,68 @@ __global__ void __launch_bounds__(kChooseThreads, 1) choose_experts(const RouteA
   let_next_kernel_start();
   wait_for_previous_kernel();
   route_tokens(args, static_cast<int>(blockIdx.x) * warps() + warp(), tokens_of(args),
-               static_cast<int>(gridDim.x) * warps(), nullptr);
+               static_cast<int>(gridDim.x) * warps());
 }
 
-/// One cluster. Ids are kept in the shared memory of its first block, which sorts.
+/// One cluster. Each block has a run of tokens, and reads of the others how many slots an expert has there.
 __global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args, const ItemArgs items) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  std::int32_t* ids = shared_words + words_before_ids(warps(), args.experts, args.tokens * args.top_k);
-  const int tokens = tokens_of(args), first = static_cast<int>(blockIdx.x) * warps() + warp();
-  if (gridDim.x > 1) sync_cluster();  // the first block must run before others write to it
-  route_tokens(args, first, tokens, static_cast<int>(gridDim.x) * warps(),
-               static_cast<std::int32_t*>(__cluster_map_shared_rank(ids, 0)));
-  gridDim.x > 1 ? sync_cluster() : __syncthreads();
-  if (blockIdx.x == 0) sort_slots(args, items, ids, tokens * args.top_k);
-}
-
-/// One block, of ids that are given or that were chosen before.
-__global__ void __launch_bounds__(kSortThreads) sort_few(const RouteArgs args, const ItemArgs items) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  std::int32_t* ids = shared_words + sort_words(warps(), args.experts, args.tokens * args.top_k);
-  const int slots = tokens_of(args) * args.top_k;
-  const bool given = args.logits == nullptr;
-  constexpr int ahead = kBlockSlots / kSortThreads;  // that are read before any is written
-  for (int first = static_cast<int>(threadIdx.x); first < slots;
-       first += ahead * static_cast<int>(blockDim.x)) {
-    std::int32_t id[ahead];
-    float weight[ahead];
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      const int slot = min(first + i * static_cast<int>(blockDim.x), slots - 1);
-      id[i] = (given ? args.given_ids : args.out.topk_ids)[slot];
-      weight[i] = given ? args.given_weights[slot] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      const int slot = first + i * static_cast<int>(blockDim.x);
-      if (slot >= slots) break;
-      ids[slot] = id[i];
-      if (!given) continue;
-      args.out.topk_ids[slot] = id[i];
-      args.out.topk_weights[slot] = weight[i];
-    }
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  const int tokens = tokens_of(args), each = (tokens + blocks - 1) / blocks;
+  const int first = min(tokens, block * each), last = min(tokens, first + each);
+  const int begin = first * args.top_k, end = last * args.top_k;
+  const bool routes = args.logits != nullptr;
+  if (routes) {
+    route_tokens(args, first + warp(), last, warps());
+    __syncthreads();
   }
-  __syncthreads();
-  sort_slots(args, items, ids, slots);
+  SlotSort sort(args, begin, end, shared_words + words_before_ranks(routes, warps(), args.experts));
+  sort.count();
+  sort.add_up();
+  sync_cluster();
+  const int positions = offset_experts(args, [&](int e) {
+    int sum = 0, before = 0;
+#pragma unroll
+    for (int other = 0; other < kClusterBlocks; ++other) {
+      const int count = other < blocks ? *in_block_of_cluster(sort.totals() + e, other) : 0;
+      sum += count;
+      if (other < block) before += count;
+    }
+    sort.before()[e] = before;
+    return sum;
+  });
+  arrive_after_reads_in_cluster();
+  sort.place();
+  cut_items_at(items, args.experts, positions);
+  wait_for_reads_in_cluster();
 }
 
 /// Slots of block b: those of its tokens.
 __device__ __forceinline__ SlotSort sort_of_block(const RouteArgs& args, int block) {
   const int tokens = tokens_of(args);
-  return {args, args.out.topk_ids, min(tokens, block * kBlockTokens) * args.top_k,
+  return {args, min(tokens, block * kBlockTokens) * args.top_k,
           min(tokens, (block + 1) * kBlockTokens) * args.top_k,
-          shared_words + route_words(warps(), args.experts)};
+          shared_words + sort_words(warps(), args.experts)};
 }
 
-/// The next kernel of these three does not start early: its blocks would take room from those that route.
-__global__ void __launch_bounds__(kThreads, 2) route_and_count(const RouteArgs args) {
+/// The next kernel of these three does not start early: its blocks would take room from others.
+__global__ void __launch_bounds__(kThreads) count_slots(const RouteArgs args) {
   wait_for_previous_kernel();
-  const int block = static_cast<int>(blockIdx.x), begin = block * kBlockTokens;
-  route_tokens(args, begin + warp(), min(tokens_of(args), begin + kBlockTokens), warps(), nullptr);
-  __syncthreads();
+  const int block = static_cast<int>(blockIdx.x);
   SlotSort sort = sort_of_block(args, block);
   sort.count();
-  sort.add_up(shared_words);
+  sort.add_up();
   for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x))
-    args.block_counts[block * args.experts + e] = shared_words[e];
+    args.block_counts[block * args.experts + e] = sort.totals()[e];
 }
 
 /// block_counts [blocks, E] become the position of the first slot of a block and expert, less the expert's
 /// own.
-__global__ void __launch_bounds__(kSortThreads)
+__global__ void __launch_bounds__(kThreads)
     add_up_blocks(const RouteArgs args, const ItemArgs items, int blocks) {
   wait_for_previous_kernel();
-  offset_experts(args, items, [&](int e) {
+  const int positions = offset_experts(args, [&](int e) {
     int sum = 0;
 #pragma unroll 8
     for (int block = 0; block < blocks; ++block) {
@@ -312,6 +296,7 @@ __global__ void __launch_bounds__(kSortThreads)
     }
     return sum;
   });
+  cut_items_at(items, args.experts, positions);
 }
 
 __global__ void __launch_bounds__(kThreads) place_slots(const RouteArgs args) {
@@ -319,11 +304,13 @@ __global__ void __launch_bounds__(kThreads) place_slots(const RouteArgs args) {
   const int block = static_cast<int>(blockIdx.x);
   SlotSort sort = sort_of_block(args, block);
   sort.count();
-  sort.add_up(shared_words);
-  for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x))
-    shared_words[e] = args.out.expert_offsets[e] + args.block_counts[block * args.experts + e];
+  sort.add_up();
+  for (int e = static_cast<int>(threadIdx.x); e < args.experts; e += static_cast<int>(blockDim.x)) {
+    shared_words[e] = args.out.expert_offsets[e];
+    sort.before()[e] = args.block_counts[block * args.experts + e];
+  }
   __syncthreads();
-  sort.place(shared_words, args.out.sorted_slots);
+  sort.place();
 }
 
 struct Grid {
@@ -332,9 +319,11 @@ struct Grid {
 
 /// What any of the kernels takes of shared memory at most. All calls allow a kernel as much: what one of them
 /// allows, another thread may be about to use.
-constexpr int kMostWords = route_words(kThreads / 32, kMostExperts) + kClusterTokens * kMostTopK;
-static_assert(sort_words(kSortThreads / 32, kMostExperts, kBlockSlots) + kBlockSlots <= kMostWords &&
-              kBlockTokens <= kClusterTokens && kBlockSlots <= 1 << 16);
+constexpr int kMostWords =
+    words_before_ranks(true, kThreads / 32, kMostExperts) + kClusterTokens / kClusterBlocks * kMostTopK;
+static_assert(sort_words(kThreads / 32, kMostExperts) +
+                  std::max(kClusterSlots / kClusterBlocks + kMostTopK, kBlockTokens* kMostTopK) <=
+              kMostWords);
 
 /// A kernel with so many words of shared memory.
 template <class... Params>
@@ -398,25 +387,27 @@ std::size_t route_scratch_words(int tokens, int experts) {
 
 cudaError_t launch_route(const RouteArgs& args, const ItemArgs& items, cudaStream_t stream) {
   const int slots = args.tokens * args.top_k;
-  if (args.tokens <= kClusterTokens && args.logits != nullptr) {
-    const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
-    const int threads = 32 * std::clamp(args.tokens / blocks, 8, kThreads / 32);
-    const int words = words_before_ids(threads / 32, args.experts, slots) + slots;
-    return launch(route_and_sort, {blocks, threads, blocks}, words, stream, args, items);
-  }
+  const bool routes = args.logits != nullptr && args.tokens <= kClusterTokens;
+  RouteArgs chosen = args;
   cudaError_t error = cudaSuccess;
-  if (slots <= kBlockSlots) {
-    if (args.logits != nullptr) error = launch_choose(args, stream);
-    const int threads = std::clamp((slots + 31) / 32 * 32, 256, kSortThreads);
-    const int words = sort_words(threads / 32, args.experts, slots) + slots;
-    return error != cudaSuccess ? error : launch(sort_few, {1, threads}, words, stream, args, items);
+  if (args.logits != nullptr && !routes) {
+    error = launch_choose(args, stream);
+    chosen.logits = nullptr;
+  }
+  if (error != cudaSuccess) return error;
+  if (routes || slots <= kClusterSlots) {
+    const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
+    const int each = (args.tokens + blocks - 1) / blocks;
+    const int warps = std::clamp(routes ? each : (each * args.top_k + 31) / 32, 8, kThreads / 32);
+    const int words = words_before_ranks(routes, warps, args.experts) + each * args.top_k;
+    return launch(route_and_sort, {blocks, 32 * warps, blocks}, words, stream, chosen, items);
   }
   const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
-  const int words = route_words(kThreads / 32, args.experts) + kBlockTokens * args.top_k;
-  error = launch(route_and_count, {blocks, kThreads}, words, stream, args);
+  const int words = sort_words(kThreads / 32, args.experts) + kBlockTokens * args.top_k;
+  error = launch(count_slots, {blocks, kThreads}, words, stream, chosen);
   if (error == cudaSuccess)
-    error = launch(add_up_blocks, {1, kSortThreads}, args.experts, stream, args, items, blocks);
-  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads}, words, stream, args);
+    error = launch(add_up_blocks, {1, kThreads}, args.experts, stream, chosen, items, blocks);
+  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads}, words, stream, chosen);
   return error;
 }
 

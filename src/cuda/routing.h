@@ -14,15 +14,14 @@ namespace gatefold::cuda {
 
 /// Device pointers: T tokens, S = T * top_k slots, E experts.
 struct RoutedSlots {
-  std::int32_t* topk_ids;        ///< [T, top_k] in descending order of selection
-  float* topk_weights;           ///< [T, top_k]
+  std::int32_t* topk_ids;        ///< [T, top_k] in descending order of selection; of given ids: not written
+  float* topk_weights;           ///< [T, top_k]; the same
   std::int32_t* expert_offsets;  ///< [E + 1] first position of an expert; last: the number of positions
   std::int32_t* slot_position;   ///< [S] slot -> position; -1 for experts outside the range
   std::int32_t* sorted_slots;    ///< [S] position -> slot; written up to the number of positions
 };
 
-/// Give `logits`, or `given_ids` and `given_weights`. Everything is device memory; nothing outlives the work
-/// in the stream.
+/// Give `logits` or `given_ids`. Everything is device memory; nothing outlives the work in the stream.
 struct RouteArgs {
   int tokens = 0;
   int experts = 0;
@@ -30,9 +29,8 @@ struct RouteArgs {
   Routing routing;
   const float* logits = nullptr;           ///< [T, E]
   const float* correction_bias = nullptr;  ///< [E], or nullptr
-  const std::int32_t* given_ids =
-      nullptr;  ///< [T, top_k]; ids outside [first_expert, end_expert) get no position
-  const float* given_weights = nullptr;       ///< [T, top_k]
+  /// [T, top_k]; ids outside [first_expert, end_expert) get no position
+  const std::int32_t* given_ids = nullptr;
   int first_expert = 0, end_expert = 0;       ///< the experts of this rank: only their slots get positions
   const std::int32_t* token_count = nullptr;  ///< [1], or nullptr: the tokens of this call, at most `tokens`
   RoutedSlots out{};
@@ -43,8 +41,8 @@ struct RouteArgs {
 std::size_t route_scratch_words(int tokens, int experts);
 
 /// Scores, selection, ids and weights have the bits of route_token (src/moe/routing.cpp), for every logit,
-/// NaN and Inf included. One launch for up to 128 tokens and for up to 8192 slots of given ids, two for so
-/// many slots of logits, else three; no host synchronization. Errors: more than kMostExperts or kMostTopK,
+/// NaN and Inf included. One launch for up to 128 tokens; else one for up to 32768 slots and three for more,
+/// and one before them for logits. No host synchronization. Errors: more than kMostExperts or kMostTopK,
 /// top_k > experts, a bad range, and what CUDA says of the launch.
 Status route(const RouteArgs& args, Stream stream);
 
@@ -62,7 +60,8 @@ Status router_logits(const RouterArgs& args, Stream stream);
 
 /// The launches behind them; `items`: what the offsets of the experts are cut into.
 cudaError_t launch_route(const RouteArgs& args, const ItemArgs& items, cudaStream_t stream);
-/// Only out.topk_ids and out.topk_weights: nothing is sorted, and the next kernel may start early.
+/// Only out.topk_ids and out.topk_weights, from logits: nothing is sorted, and the next kernel may start
+/// early.
 cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream);
 cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream);
 

@@ -7,12 +7,14 @@
 namespace gatefold::cuda {
 namespace {
 
-constexpr int kItemThreads = 512;
+constexpr int kItemThreads = 512, kItemBlocks = 8;
 
 __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  cut_items(args, [&](int expert) { return args.expert_offsets[expert]; });
+  cut_items(
+      args, [&](int expert) { return args.expert_offsets[expert]; }, static_cast<int>(blockIdx.x),
+      static_cast<int>(gridDim.x));
 }
 
 constexpr int kCombineThreads = 128;
@@ -161,7 +163,8 @@ __global__ void __launch_bounds__(kCombineThreads) sum_kernel(const SumArgs args
 }  // namespace
 
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream) {
-  return launch_dependent(items_kernel, {.blocks = 1, .threads = kItemThreads, .stream = stream}, args);
+  return launch_dependent(items_kernel, {.blocks = kItemBlocks, .threads = kItemThreads, .stream = stream},
+                          args);
 }
 
 template <class Slot>
