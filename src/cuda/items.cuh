@@ -61,6 +61,7 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
   }
   const EvenCut steps((load.tokens + args.step - 1) / args.step, load.items);
   const EvenCut bands(load.items, (load.items + kMostBandItems - 1) / kMostBandItems);
+#pragma unroll 1
   for (int i = first; i < items; i += step) {
     const auto cut = [&](int item) { return min(load.tokens, steps.begin(item) * args.step); };
     const int begin = cut(i), end = cut(i + 1);
@@ -71,57 +72,53 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
   }
 }
 
-/// `offset`: of the first position of an expert, and of the end of all. Experts with most tokens come first:
-/// what is left to the end is then small. By block `part` of `parts`, which cuts those of some experts.
+/// What the offsets of experts (of the first position of each, and of the end of all) say.
+template <class Offset>
+struct ExpertLoads {
+  const ItemArgs& args;
+  const Offset& offset;
+
+  __device__ int position(int expert) const { return max(offset(expert), 0); }
+  __device__ ExpertLoad of(int expert) const {
+    const int tokens = max(min(offset(expert + 1), args.rows) - position(expert), 0);
+    return {tokens, (tokens + args.tokens - 1) / args.tokens};
+  }
+};
+
+/// Experts with most tokens come first: what is left to the end is then small. By block `part` of `parts`,
+/// which cuts those of some experts, of at most kMostSortedExperts.
 template <class Offset>
 __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, int parts) {
   __shared__ RankedItems ranked[kMostSortedExperts];
+  const ExpertLoads<Offset> loads{args, offset};
   const int experts = args.experts, threads = static_cast<int>(blockDim.x);
-  const bool sorted = experts <= kMostSortedExperts;
-  if (!sorted && part != 0) return;
-  const auto position = [&](int expert) { return max(offset(expert), 0); };
-  const auto tokens_of = [&](int expert) {
-    return max(min(offset(expert + 1), args.rows) - position(expert), 0);
-  };
   const bool pads_rows = args.expert_rows != nullptr && part == 0;
-  int count = 0, rows = 0;
+  int rows = 0;
+#pragma unroll 1
   for (int begin = 0; begin < experts; begin += threads) {
     const int expert = begin + static_cast<int>(threadIdx.x);
     const bool there = expert < experts;
-    ExpertLoad load{};
-    if (there) {
-      load.tokens = tokens_of(expert);
-      load.items = (load.tokens + args.tokens - 1) / args.tokens;
-    }
-    if (there && sorted) ranked[expert] = {rank_of(expert, load.tokens), load.items};
-    if (pads_rows) {
-      int all = 0;
-      const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all);
-      if (there) args.expert_rows[expert] = row - position(expert);
-      rows += all;
-    }
-    if (!sorted) {
-      int all = 0;
-      const int at = count + exclusive_sum(load.items, &all);
-      if (there) write_items(args, expert, load, position(expert), at, 0, 1);
-      count += all;
-    }
-  }
-  if (!sorted) {
-    if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
-    return;
+    const ExpertLoad load = there ? loads.of(expert) : ExpertLoad{};
+    if (there) ranked[expert] = {rank_of(expert, load.tokens), load.items};
+    if (!pads_rows) continue;
+    int all = 0;
+    const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all);
+    if (there) args.expert_rows[expert] = row - loads.position(expert);
+    rows += all;
   }
   __syncthreads();
   // A warp has several experts at a time, counts the items before each and all, and some lanes write those of
   // one.
   constexpr int at_once = 4, lanes = 32 / at_once;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 1
   for (int first = at_once * (part + warp * parts); first < experts;
        first += at_once * threads / 32 * parts) {
     std::uint32_t rank[at_once];
     int before[at_once] = {}, all = 0, at = 0;
 #pragma unroll
     for (int i = 0; i < at_once; ++i) rank[i] = ranked[min(first + i, experts - 1)].rank;
+#pragma unroll 1
     for (int other = lane; other < experts; other += 32) {
       const RankedItems its = ranked[other];
       all += its.items;
@@ -130,17 +127,37 @@ __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, 
     }
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
-      before[i] = __reduce_add_sync(~0u, before[i]);
-      if (lane / lanes == i) at = before[i];
+      const int sum = __reduce_add_sync(~0u, before[i]);
+      if (lane / lanes == i) at = sum;
     }
     const int expert = first + lane / lanes;
     if (expert < experts)
-      write_items(args, expert, {tokens_of(expert), ranked[expert].items}, position(expert), at, lane % lanes,
-                  lanes);
+      write_items(args, expert, loads.of(expert), loads.position(expert), at, lane % lanes, lanes);
     if (first > 0) continue;
     all = __reduce_add_sync(~0u, all);
     if (lane == 0) *args.item_count = min(all, args.most_items);
   }
+}
+
+/// The same, but experts keep their order; of any number of them, by one block.
+template <class Offset>
+__device__ void cut_items_in_order(const ItemArgs& args, const Offset& offset) {
+  const ExpertLoads<Offset> loads{args, offset};
+  int count = 0, rows = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < args.experts; begin += static_cast<int>(blockDim.x)) {
+    const int expert = begin + static_cast<int>(threadIdx.x);
+    const bool there = expert < args.experts;
+    const ExpertLoad load = there ? loads.of(expert) : ExpertLoad{};
+    int all_items = 0, all_rows = 0;
+    const int at = count + exclusive_sum(load.items, &all_items);
+    const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all_rows);
+    if (there && args.expert_rows != nullptr) args.expert_rows[expert] = row - loads.position(expert);
+    if (there) write_items(args, expert, load, loads.position(expert), at, 0, 1);
+    count += all_items;
+    rows += all_rows;
+  }
+  if (threadIdx.x == 0) *args.item_count = min(count, args.most_items);
 }
 
 }  // namespace gatefold::cuda

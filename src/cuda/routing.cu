@@ -13,11 +13,12 @@
 namespace gatefold::cuda {
 namespace {
 
-/// Up to this many tokens are routed and sorted by one launch of a cluster of blocks. More are routed by a
-/// launch of their own, unless ids are given. Up to kClusterSlots slots are sorted by the cluster; of more,
-/// blocks count those of kBlockTokens, a second launch adds up the counts, and a third one gives the slots
-/// their positions.
-constexpr int kClusterTokens = 128;
+/// Experts are chosen by a launch of its own, unless ids are given. A cluster of blocks sorts up to
+/// kClusterSlots slots; of more, blocks count those of kBlockTokens, a second launch adds up the counts, and
+/// a third one gives the slots their positions.
+///
+/// Loops are not unrolled: in a layer, these kernels' code is read from memory, and that takes longer than it
+/// runs.
 constexpr int kClusterSlots = 32768;
 constexpr int kClusterBlocks = 8;
 constexpr int kBlockTokens = 64;
@@ -28,41 +29,18 @@ __host__ __device__ constexpr int count_stride(int experts) {
   return experts | 1;
 }
 
-/// What routing and sorting take of shared memory; ranks of slots come behind both.
-__host__ __device__ constexpr int route_words(int warps, int experts) {
-  return warps * route_warp_words(experts);
-}
+/// What sorting takes of shared memory; ranks of slots come behind it.
 __host__ __device__ constexpr int sort_words(int warps, int experts) {
   return 3 * experts + warps * count_stride(experts);
-}
-__host__ __device__ constexpr int words_before_ranks(bool routes, int warps, int experts) {
-  const int route = routes ? route_words(warps, experts) : 0, sort = sort_words(warps, experts);
-  return route > sort ? route : sort;
 }
 
 __device__ __forceinline__ int tokens_of(const RouteArgs& args) {
   return args.token_count != nullptr ? min(*args.token_count, args.tokens) : args.tokens;
 }
 
-/// [warps, route_warp_words(E)], and after that of each expert: the first position, this block's slots, those
-/// of blocks before it, and [warps, count_stride(E)] counts.
+/// [warps, route_warp_words(E)]; or of each expert the first position, this block's slots and those of blocks
+/// before it, and [warps, count_stride(E)] counts.
 extern __shared__ __align__(16) std::int32_t shared_words[];
-
-/// Ids and weights of tokens first, first + step, ... before end, by this warp.
-__device__ void route_tokens(const RouteArgs& args, int first, int end, int step) {
-  for (int token = first; token < end; token += step) {
-    TokenExperts experts(args.routing, args.experts,
-                         args.logits + static_cast<std::int64_t>(token) * args.experts, args.correction_bias,
-                         shared_words + warp() * route_warp_words(args.experts));
-    const int id = experts.choose(args.top_k);
-    const float weight = experts.weight(args.top_k, id);
-    __syncwarp();
-    if (lane() < args.top_k) {
-      args.out.topk_ids[token * args.top_k + lane()] = id;
-      args.out.topk_weights[token * args.top_k + lane()] = weight;
-    }
-  }
-}
 
 /// Of all slots.
 __device__ __forceinline__ const std::int32_t* ids_of(const RouteArgs& args) {
@@ -73,6 +51,7 @@ __device__ __forceinline__ const std::int32_t* ids_of(const RouteArgs& args) {
 /// `match.any` takes hundreds of clocks of the whole multiprocessor.)
 __device__ __forceinline__ unsigned lanes_alike(int number, int bits, unsigned among) {
   constexpr int at_once = 4;
+#pragma unroll 1
   for (int first = 0; first < bits; first += at_once, number >>= at_once)
 #pragma unroll
     for (int bit = 0; bit < at_once; ++bit) {
@@ -102,12 +81,14 @@ class SlotSort {
   __device__ void count() {
     const auto load = [&](int slot) { return slot < end_ ? ids_[slot] : -1; };
     int id = load(begin_ + lane());
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < used_ * count_stride(args_.experts);
          i += static_cast<int>(blockDim.x))
       counts()[i] = 0;
     __syncthreads();
     const int bits = 32 - __clz(args_.experts - 1);
     std::int32_t* const mine = counts() + warp() * count_stride(args_.experts);
+#pragma unroll 1
     for (int slot = begin_ + lane(); slot - lane() < end_; slot += 32) {
       const int next = load(slot + 32);
       const bool there = id >= args_.first_expert && id < args_.end_expert;
@@ -124,8 +105,9 @@ class SlotSort {
 
   /// Counts become the slots in earlier warps. Ends with a barrier.
   __device__ void add_up() {
-    constexpr int lanes = 8, each = 32 / lanes;  // an expert's, and warps of each
+    constexpr int lanes = 4, each = kThreads / 32 / lanes;  // an expert's, and warps of each
     const int stride = count_stride(args_.experts);
+#pragma unroll 1
     for (int first = warp() * 32; first < lanes * args_.experts; first += static_cast<int>(blockDim.x)) {
       const int e = (first + lane()) / lanes, before_mine = lane() % lanes * each;
       std::int32_t* const own = counts() + before_mine * stride + e;
@@ -159,6 +141,7 @@ class SlotSort {
   __device__ void place() {
     const std::int32_t* const offsets = shared_words;
     const std::int32_t* const before_warp = counts() + warp() * count_stride(args_.experts);
+#pragma unroll 1
     for (int slot = begin_ + lane(); slot < end_; slot += 32) {
       const int rank = ranks_[slot], e = rank % kMostExperts;
       const int position = rank >= 0 ? offsets[e] + before()[e] + before_warp[e] + rank / kMostExperts : -1;
@@ -187,6 +170,7 @@ __device__ int offset_experts(const RouteArgs& args, SlotsOf&& slots_of) {
   __shared__ int chunk_slots[kMostExperts / 32];
   std::int32_t* offsets = shared_words;
   const int experts = args.experts, chunks = (experts + 31) / 32;
+#pragma unroll 1
   for (int chunk = warp(); chunk < chunks; chunk += warps()) {
     const int e = chunk * 32 + lane();
     const int count = e < experts ? slots_of(e) : 0;
@@ -198,6 +182,7 @@ __device__ int offset_experts(const RouteArgs& args, SlotsOf&& slots_of) {
   const auto sum_chunks = [&](int end) {
     return __reduce_add_sync(kAllLanes, lane() < end ? chunk_slots[lane()] : 0);
   };
+#pragma unroll 1
   for (int chunk = warp(); chunk < chunks; chunk += warps()) {
     const int e = chunk * 32 + lane();
     const int count = e < experts ? offsets[e] : 0;
@@ -218,30 +203,33 @@ __device__ void cut_items_at(const ItemArgs& items, int experts, int end) {
   cut_items(items, offset, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
-/// A warp for each token.
+/// A warp for each token. (In a loop over tokens the compiler would have its code twice.)
 constexpr int kChooseThreads = 64;
 
 __global__ void __launch_bounds__(kChooseThreads, 1) choose_experts(const RouteArgs args) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  route_tokens(args, static_cast<int>(blockIdx.x) * warps() + warp(), tokens_of(args),
-               static_cast<int>(gridDim.x) * warps());
+  const int token = static_cast<int>(blockIdx.x) * warps() + warp();
+  if (token >= tokens_of(args)) return;
+  TokenExperts experts(args.routing, args.experts,
+                       args.logits + static_cast<std::int64_t>(token) * args.experts, args.correction_bias,
+                       shared_words + warp() * route_warp_words(args.experts));
+  const int id = experts.choose(args.top_k);
+  const float weight = experts.weight(args.top_k, id);
+  if (lane() >= args.top_k) return;
+  args.out.topk_ids[token * args.top_k + lane()] = id;
+  args.out.topk_weights[token * args.top_k + lane()] = weight;
 }
 
 /// One cluster. Each block has a run of tokens, and reads of the others how many slots an expert has there.
-__global__ void __launch_bounds__(kThreads, 1) route_and_sort(const RouteArgs args, const ItemArgs items) {
+__global__ void __launch_bounds__(kThreads) sort_slots(const RouteArgs args, const ItemArgs items) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const int tokens = tokens_of(args), each = (tokens + blocks - 1) / blocks;
   const int first = min(tokens, block * each), last = min(tokens, first + each);
   const int begin = first * args.top_k, end = last * args.top_k;
-  const bool routes = args.logits != nullptr;
-  if (routes) {
-    route_tokens(args, first + warp(), last, warps());
-    __syncthreads();
-  }
-  SlotSort sort(args, begin, end, shared_words + words_before_ranks(routes, warps(), args.experts));
+  SlotSort sort(args, begin, end, shared_words + sort_words(warps(), args.experts));
   sort.count();
   sort.add_up();
   sync_cluster();
@@ -319,11 +307,8 @@ struct Grid {
 
 /// What any of the kernels takes of shared memory at most. All calls allow a kernel as much: what one of them
 /// allows, another thread may be about to use.
-constexpr int kMostWords =
-    words_before_ranks(true, kThreads / 32, kMostExperts) + kClusterTokens / kClusterBlocks * kMostTopK;
-static_assert(sort_words(kThreads / 32, kMostExperts) +
-                  std::max(kClusterSlots / kClusterBlocks + kMostTopK, kBlockTokens* kMostTopK) <=
-              kMostWords);
+constexpr int kMostWords = sort_words(kThreads / 32, kMostExperts) +
+                           std::max(kClusterSlots / kClusterBlocks + kMostTopK, kMostTopK* kBlockTokens);
 
 /// A kernel with so many words of shared memory.
 template <class... Params>
@@ -380,40 +365,34 @@ __global__ void __launch_bounds__(kRouterThreads) multiply_router(const RouterAr
 }  // namespace
 
 std::size_t route_scratch_words(int tokens, int experts) {
-  return tokens <= kClusterTokens
+  return tokens <= kClusterSlots / kMostTopK
              ? 0
              : static_cast<std::size_t>((tokens + kBlockTokens - 1) / kBlockTokens) * experts;
 }
 
 cudaError_t launch_route(const RouteArgs& args, const ItemArgs& items, cudaStream_t stream) {
   const int slots = args.tokens * args.top_k;
-  const bool routes = args.logits != nullptr && args.tokens <= kClusterTokens;
-  RouteArgs chosen = args;
-  cudaError_t error = cudaSuccess;
-  if (args.logits != nullptr && !routes) {
-    error = launch_choose(args, stream);
-    chosen.logits = nullptr;
-  }
-  if (error != cudaSuccess) return error;
-  if (routes || slots <= kClusterSlots) {
+  if (args.logits != nullptr)
+    if (const cudaError_t error = launch_choose(args, stream); error != cudaSuccess) return error;
+  if (slots <= kClusterSlots) {
     const int blocks = args.tokens > 8 ? kClusterBlocks : 1;
     const int each = (args.tokens + blocks - 1) / blocks;
-    const int warps = std::clamp(routes ? each : (each * args.top_k + 31) / 32, 8, kThreads / 32);
-    const int words = words_before_ranks(routes, warps, args.experts) + each * args.top_k;
-    return launch(route_and_sort, {blocks, 32 * warps, blocks}, words, stream, chosen, items);
+    const int warps = std::clamp((each * args.top_k + 31) / 32, 8, kThreads / 32);
+    const int words = sort_words(warps, args.experts) + each * args.top_k;
+    return launch(sort_slots, {blocks, 32 * warps, blocks}, words, stream, args, items);
   }
   const int blocks = (args.tokens + kBlockTokens - 1) / kBlockTokens;
   const int words = sort_words(kThreads / 32, args.experts) + kBlockTokens * args.top_k;
-  error = launch(count_slots, {blocks, kThreads}, words, stream, chosen);
+  cudaError_t error = launch(count_slots, {blocks, kThreads}, words, stream, args);
   if (error == cudaSuccess)
-    error = launch(add_up_blocks, {1, kThreads}, args.experts, stream, chosen, items, blocks);
-  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads}, words, stream, chosen);
+    error = launch(add_up_blocks, {1, kThreads}, args.experts, stream, args, items, blocks);
+  if (error == cudaSuccess) error = launch(place_slots, {blocks, kThreads}, words, stream, args);
   return error;
 }
 
 cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream) {
   constexpr int warps = kChooseThreads / 32;
-  const auto words = static_cast<std::size_t>(route_words(warps, args.experts));
+  const auto words = static_cast<std::size_t>(warps) * route_warp_words(args.experts);
   return launch_dependent(choose_experts,
                           {.blocks = static_cast<unsigned>((args.tokens + warps - 1) / warps),
                            .threads = kChooseThreads,

@@ -37,13 +37,13 @@ struct RouteArgs {
   std::int32_t* block_counts = nullptr;  ///< scratch: route_scratch_words
 };
 
-/// Words of scratch for up to so many tokens: 0 up to 128.
+/// Words of scratch for up to so many tokens: 0 up to 1024.
 std::size_t route_scratch_words(int tokens, int experts);
 
 /// Scores, selection, ids and weights have the bits of route_token (src/moe/routing.cpp), for every logit,
-/// NaN and Inf included. One launch for up to 128 tokens; else one for up to 32768 slots and three for more,
-/// and one before them for logits. No host synchronization. Errors: more than kMostExperts or kMostTopK,
-/// top_k > experts, a bad range, and what CUDA says of the launch.
+/// NaN and Inf included. One launch for up to 32768 slots and three for more, and one before them for logits.
+/// No host synchronization. Errors: more than kMostExperts or kMostTopK, top_k > experts, a bad range, and
+/// what CUDA says of the launch.
 Status route(const RouteArgs& args, Stream stream);
 
 /// logits [T, E] = hidden [T, H] . router [E, H]^T + bias, in f32 in an order that depends on H alone. The

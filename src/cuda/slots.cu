@@ -12,9 +12,11 @@ constexpr int kItemThreads = 512, kItemBlocks = 8;
 __global__ void __launch_bounds__(kItemThreads) items_kernel(const ItemArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  cut_items(
-      args, [&](int expert) { return args.expert_offsets[expert]; }, static_cast<int>(blockIdx.x),
-      static_cast<int>(gridDim.x));
+  const auto offset = [&](int expert) { return args.expert_offsets[expert]; };
+  if (args.experts <= kMostSortedExperts)
+    cut_items(args, offset, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  else if (blockIdx.x == 0)
+    cut_items_in_order(args, offset);
 }
 
 constexpr int kCombineThreads = 128;
