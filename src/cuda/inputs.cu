@@ -38,6 +38,7 @@ struct Row {
   /// Of numbers k, k + step, .. and their neighbours.
   __device__ __forceinline__ Range range(int k, int step) const {
     Range range{0, true};
+#pragma unroll 1
     for (; k < cols; k += step) range.include(load(k).range());
     return range;
   }
@@ -52,6 +53,7 @@ __device__ __forceinline__ float max_over_cluster(float x) {
   __shared__ float of_blocks[kMostBlocks];
   if (threadIdx.x < blocks) *cluster.map_shared_rank(of_blocks + cluster.block_rank(), threadIdx.x) = x;
   cluster.sync();
+#pragma unroll 1
   for (unsigned block = 0; block < blocks; ++block) x = fmaxf(x, of_blocks[block]);
   return x;
 }
@@ -65,6 +67,7 @@ __device__ __forceinline__ int expert_of(const InputArgs& args, int i) {
     expert = args.ids[i];
   } else if (args.offsets != nullptr) {
     int before = 0;
+#pragma unroll 1
     for (int e = static_cast<int>(threadIdx.x) % 32; e < args.experts; e += 32)
       before += args.offsets[e + 1] <= i;
     expert = __reduce_add_sync(~0u, before);
@@ -127,6 +130,7 @@ struct Store {
     __syncwarp();
     piece = reinterpret_cast<const uint4*>(columns)[lane];
     __syncwarp();
+#pragma unroll 1
     for (int i = 0; i < args.copies; ++i)
       if (const std::int32_t row = place_of(i); row >= 0 && k < args.stride)
         *reinterpret_cast<uint4*>(args.rows + tile_position(args.tile_rows, row, k)) = piece;
@@ -147,6 +151,7 @@ struct Store {
     k += lane % 16 * 16 - lane * kPerThread;  // 16 columns of each of half of the lanes; copies in turn
     const std::int64_t rows_before = static_cast<std::int64_t>(k / kRecordColumns) * args.tile_rows;
     uint4* record = reinterpret_cast<uint4*>(args.rows) + rows_before * 8;
+#pragma unroll 1
     for (int first = 0; first < args.copies; first += 2)
       if (const std::int32_t row = place_of(first + lane / 16); row >= 0 && k < args.stride)
         record[(row * 8u + row % 8u) ^ lane % 8u] = piece;
@@ -154,6 +159,7 @@ struct Store {
 
   /// That of the record that begins at k.
   __device__ __forceinline__ void record_scale(int k, float scale) const {
+#pragma unroll 1
     for (int i = 0; i < args.copies; ++i)
       if (const std::int64_t to = place_of(i); to >= 0 && k < args.stride && k % kRecordColumns == 0)
         args.record_scales[args.tile_rows == 0 ? (to * args.stride + k) / kRecordColumns
@@ -207,6 +213,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
         first = max(args.offsets[expert], 0);
         end = min(end, args.offsets[expert + 1]);
       }
+#pragma unroll 1
       for (int other = first + thread; other < end; other += static_cast<int>(blockDim.x))
         amax = fmaxf(amax, args.amax[other]);
       scales = RowScales::of_amax<Activation>(row_max(amax));

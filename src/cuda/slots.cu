@@ -54,14 +54,15 @@ __device__ float shared_weight(const CombineArgs& args, int token) {
   return 1.0f / (1.0f + expf(-block_sum(dot)));
 }
 
-/// 16 bytes of a slot. What lies beyond `count` numbers is 0.
+/// 16 bytes of a slot. What lies beyond `there` numbers is 0.
 template <class Slot>
 struct Piece {
   static constexpr int count = 16 / sizeof(Slot);
   uint4 words{};
 
-  __device__ __forceinline__ void load(const Slot* x, int there) {
-    if (there >= count && reinterpret_cast<std::uintptr_t>(x) % 16 == 0) {
+  /// `wide`: all are there, and aligned.
+  __device__ __forceinline__ void load(const Slot* x, int there, bool wide) {
+    if (wide) {
       words = *reinterpret_cast<const uint4*>(x);
       return;
     }
@@ -92,36 +93,49 @@ __device__ __forceinline__ void store_sums(const MutableMatrixView& out, std::in
       *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(pairs);
     return;
   }
-  for (int i = 0; i < kCount; ++i)
-    if (i < there) store(out, at + i, sums[i]);
+#pragma unroll 1
+  for (int i = 0; i < there; ++i) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      if (i == j) sum = sums[j];
+    store(out, at + i, sum);
+  }
 }
 
-/// Block (i, t): a piece of token t. All loads of eight slots are begun before the first is used.
+/// Block (i, t): a piece of token t. All loads of eight slots are begun before the first is used, and before
+/// them all that say where they lie.
 template <class Slot>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   constexpr int ahead = 8, each = Piece<Slot>::count;
+  const bool wide = args.hidden % each == 0 && reinterpret_cast<std::uintptr_t>(args.slots) % 16 == 0;
+#pragma unroll 1
   for (int token = blockIdx.y; token < args.tokens; token += gridDim.y) {
     const float share = args.shared == nullptr ? 0.0f : shared_weight(args, token);
     const int h = (blockIdx.x * kCombineThreads + threadIdx.x) * each;
     const int count = min(each, args.hidden - h);
     if (count <= 0) continue;
     float sums[each] = {};
+#pragma unroll 1
     for (int first = 0; first < args.top_k; first += ahead) {
-      Piece<Slot> x[ahead];
+      std::int64_t rows[ahead];
       float weights[ahead];
       bool there[ahead];
 #pragma unroll
       for (int k = 0; k < ahead; ++k) {
         const std::int64_t slot =
             static_cast<std::int64_t>(token) * args.top_k + min(first + k, args.top_k - 1);
-        const std::int64_t row = args.positions == nullptr ? slot : max(args.positions[slot], 0);
-        x[k].load(static_cast<const Slot*>(args.slots) + row * args.hidden + h, count);
+        rows[k] = args.positions == nullptr ? slot : max(args.positions[slot], 0);
         weights[k] = args.weights[slot];
         there[k] = first + k < args.top_k &&
                    static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
       }
+      Piece<Slot> x[ahead];
+#pragma unroll
+      for (int k = 0; k < ahead; ++k)
+        x[k].load(static_cast<const Slot*>(args.slots) + rows[k] * args.hidden + h, count, wide);
 #pragma unroll
       for (int k = 0; k < ahead; ++k) {
         if (!there[k]) continue;
@@ -148,10 +162,11 @@ __global__ void __launch_bounds__(kCombineThreads) sum_kernel(const SumArgs args
   const int count = min(each, n - column);
   if (count <= 0) return;
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.y) * n + column, whole = args.out.rows * n;
+  const bool wide = n % each == 0 && reinterpret_cast<std::uintptr_t>(args.sums) % 16 == 0;
   float sums[each] = {};
   for (int part = 0; part < args.parts; ++part) {
     Piece<float> x;
-    x.load(args.sums + part * whole + at, count);
+    x.load(args.sums + part * whole + at, count, wide);
 #pragma unroll
     for (int i = 0; i < each; ++i) sums[i] += x[i];
   }
