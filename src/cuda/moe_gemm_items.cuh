@@ -14,8 +14,8 @@ __device__ __noinline__ inline void route_few_tokens(GemmRouting args, int exper
                                                      std::int32_t* scratch, std::int32_t* ids) {
   const int first = warp() * args.top_k;
   if (first < slots) {
-    TokenExperts chosen(args.rules, experts, args.logits + static_cast<std::int64_t>(warp()) * experts,
-                        args.correction_bias, scratch + warp() * route_warp_words(experts));
+    TokenExperts<4> chosen(args.rules, experts, args.logits + static_cast<std::int64_t>(warp()) * experts,
+                           args.correction_bias, scratch + warp() * route_warp_words(experts));
     const int id = chosen.choose(args.top_k);
     if (lane() < args.top_k) ids[first + lane()] = id;
     if (blockIdx.x == 0) {

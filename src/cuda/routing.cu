@@ -211,9 +211,9 @@ __global__ void __launch_bounds__(kChooseThreads, 1) choose_experts(const RouteA
   wait_for_previous_kernel();
   const int token = static_cast<int>(blockIdx.x) * warps() + warp();
   if (token >= tokens_of(args)) return;
-  TokenExperts experts(args.routing, args.experts,
-                       args.logits + static_cast<std::int64_t>(token) * args.experts, args.correction_bias,
-                       shared_words + warp() * route_warp_words(args.experts));
+  TokenExperts<1> experts(args.routing, args.experts,
+                          args.logits + static_cast<std::int64_t>(token) * args.experts, args.correction_bias,
+                          shared_words + warp() * route_warp_words(args.experts));
   const int id = experts.choose(args.top_k);
   const float weight = experts.weight(args.top_k, id);
   if (lane() >= args.top_k) return;

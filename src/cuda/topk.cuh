@@ -38,6 +38,9 @@ __host__ __device__ constexpr int route_warp_words(int experts) {
   return (2 * kMostTopK + 2 * (experts + 8) + experts + 3) / 4 * 4;
 }
 
+/// `kGroups`: of experts, that are looked at together. A kernel of its own, whose code is read from memory in
+/// each layer, is faster with one.
+template <int kGroups>
 class TokenExperts {
  public:
   /// From the logits [E] of a token. `bias` [E], or nullptr. `scratch`: route_warp_words(E), of this warp.
@@ -197,14 +200,14 @@ class TokenExperts {
     const int groups = routing_.groups, size = experts_ / groups;
     __syncwarp();
     float values[2] = {};
-#pragma unroll 4
+#pragma unroll kGroups
     for (int group = 0; group < groups; ++group) {
       const float value = group_value(group, size);
       if (group == lane()) values[0] = value;
       if (group == lane() + 32) values[1] = value;
     }
     int better[2] = {};
-#pragma unroll 4
+#pragma unroll kGroups
     for (int other = 0; other < groups; ++other) {
       const float theirs = __shfl_sync(kAllLanes, other < 32 ? values[0] : values[1], other % 32);
 #pragma unroll
