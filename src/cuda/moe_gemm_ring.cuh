@@ -263,10 +263,10 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
     if (round.groups == 0) return;
     if (lane < round.groups) {
       std::byte* to = memory + place.index * T::stage_bytes;
-      copy_bulk(to + lane * round.slices * T::step_bytes, from, steps * T::step_bytes, full);
+      copy_bulk_once(to + lane * round.slices * T::step_bytes, from, steps * T::step_bytes, full);
       if constexpr (T::P.apart())
-        copy_bulk(to + T::extras_at + lane * round.slices * T::step_extra_bytes, extras,
-                  steps * T::step_extra_bytes, full);
+        copy_bulk_once(to + T::extras_at + lane * round.slices * T::step_extra_bytes, extras,
+                       steps * T::step_extra_bytes, full);
     }
     from += steps * T::step_bytes;
     if constexpr (T::P.apart()) extras += steps * T::step_extra_bytes;

@@ -98,7 +98,20 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, std:
       : "memory");
 }
 
-/// The same to both blocks of a pair: to the same place of their shared memory, counted by each one's
+/// The same of what is not read again: it is the first to leave the L2 cache, so that activations, routing,
+/// and the code of a layer's kernels stay there.
+__device__ __forceinline__ void copy_bulk_once(void* shared, const void* global, std::uint32_t bytes,
+                                               std::uint64_t* barrier) {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+/// copy_bulk to both blocks of a pair: to the same place of their shared memory, counted by each one's
 /// barrier.
 __device__ __forceinline__ void copy_bulk_to_pair(void* shared, const void* global, std::uint32_t bytes,
                                                   std::uint64_t* barrier) {
