@@ -1,4 +1,5 @@
-// What the host does for one call of a plan, one token: beside bare launches of as many empty kernels.
+// What the host does for one call of a plan, one token: beside bare launches of as many empty kernels, and
+// for a launch of the call recorded as a graph.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -65,8 +66,17 @@ Status time(SchemeId id, bool from_logits) {
   const MoeOutputs outputs{.hidden = {piece(), DType::bf16, 1, spec.hidden}};
   const std::span<std::byte> workspace(memory->data() + (1 << 16), plan->workspace_bytes());
   Status status;
+  const auto run = [&](cuda::Stream stream) {
+    return plan->run(*weights, inputs, outputs, workspace, stream);
+  };
   const double us = host_us([&] {
-    if (status.ok()) static_cast<void>(status = plan->run(*weights, inputs, outputs, workspace));
+    if (status.ok()) static_cast<void>(status = run(nullptr));
+  });
+  if (!status.ok()) return status;
+  const auto graph = cuda::Graph::record(run);
+  if (!graph) return graph.status();
+  const double recorded = host_us([&] {
+    if (status.ok()) static_cast<void>(status = graph->launch());
   });
   if (!status.ok()) return status;
   // Gate and up, down, the sum of slots; a kernel before each multiply rounds quantized activations.
@@ -75,13 +85,14 @@ Status time(SchemeId id, bool from_logits) {
     for (int i = 0; i < launches; ++i)
       cuda::launch_dependent(nothing, {.blocks = 1, .threads = 32}, cuda::GemmArgs{});
   });
-  std::printf("%-20s%8s%9.2f%11d%9.2f%9.2f\n", std::string(scheme(id).name).c_str(),
-              from_logits ? "logits" : "ids", us, launches, bare, us - bare);
+  std::printf("%-20s%8s%9.2f%11d%9.2f%9.2f%10.2f\n", std::string(scheme(id).name).c_str(),
+              from_logits ? "logits" : "ids", us, launches, bare, us - bare, recorded);
   return cuda::synchronize();
 }
 
 int run() {
-  std::printf("%-20s%8s%9s%11s%9s%9s\n", "scheme", "from", "host us", "launches", "bare", "rest");
+  std::printf("%-20s%8s%9s%11s%9s%9s%10s\n", "scheme", "from", "host us", "launches", "bare", "rest",
+              "recorded");
   for (const SchemeId id : {SchemeId::int4_g128, SchemeId::bf16, SchemeId::int4_g128_afp8})
     for (const bool from_logits : {false, true})
       if (const Status status = time(id, from_logits); !status.ok()) {

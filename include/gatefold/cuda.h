@@ -10,6 +10,8 @@
 /// a call that takes a Stream returns before its work is done, and works under stream capture.
 
 #include <cstddef>
+#include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -90,5 +92,23 @@ Status fill(void* to, unsigned char byte, std::size_t bytes, Stream stream = nul
 
 /// Waits for all work in the stream. Errors: what went wrong in it.
 Status synchronize(Stream stream = nullptr);
+
+/// Calls that are recorded once and launched many times. A launch costs the host about as much as that of one
+/// kernel, however many kernels the calls have (docs/performance.md). Pointers and shapes are those of the
+/// recorded calls, whose memory has to outlive the graph; what lies there may change from launch to launch.
+class Graph {
+ public:
+  /// Records what `work` does in the stream that it is given, on this device, and does none of it. Errors:
+  /// those of `work` and of device_info; what cannot be recorded (io_error), such as waiting for a stream.
+  static Result<Graph> record(const std::function<Status(Stream)>& work, int device = 0);
+
+  /// Stream-ordered; launches of one graph come one after the other in any streams. For one thread at a time.
+  Status launch(Stream stream = nullptr) const;
+
+ private:
+  struct State;
+  explicit Graph(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;
+};
 
 }  // namespace gatefold::cuda

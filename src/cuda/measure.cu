@@ -51,34 +51,19 @@ Result<double> Timer::launched(const Work& work) {
 }
 
 Result<std::vector<double>> Timer::replayed(const Work& work, int count) {
-  const DeviceGuard guard(state_->device);
-  cudaStream_t stream = state_->stream;
-  if (Status status =
-          check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture a graph");
-      !status.ok())
-    return status;
-  const Status captured = work(stream);
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  const Status ended = check(cudaStreamEndCapture(stream, &graph), "capture a graph");
-  Status status = !captured.ok() ? captured
-                  : !ended.ok()  ? ended
-                                 : check(cudaGraphInstantiate(&replay, graph), "instantiate a graph");
-  const auto launch = [&](Stream) { return check(cudaGraphLaunch(replay, stream), "launch a graph"); };
+  const Result<Graph> graph = Graph::record(work, state_->device);
+  if (!graph) return graph.status();
+  const auto launch = [&](Stream stream) { return graph->launch(stream); };
   std::vector<double> times;
   double warm_us = 0;  // clocks and caches take a while to become what they stay
-  while (status.ok() && static_cast<int>(times.size()) < count) {
+  while (static_cast<int>(times.size()) < count) {
     const Result<double> time = state_->time(launch);
-    if (!time)
-      status = time.status();
-    else if (warm_us < kWarmUs)
+    if (!time) return time.status();
+    if (warm_us < kWarmUs)
       warm_us += *time;
     else
       times.push_back(*time);
   }
-  if (replay != nullptr) cudaGraphExecDestroy(replay);
-  if (graph != nullptr) cudaGraphDestroy(graph);
-  if (!status.ok()) return status;
   return times;
 }
 

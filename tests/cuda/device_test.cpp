@@ -25,6 +25,8 @@ TEST(CudaDevice, WithoutAGpuItIsSaid) {
   if (device) GTEST_SKIP() << "there is one: " << device->name;
   EXPECT_EQ(device.status().code(), Code::unsupported);
   EXPECT_EQ(cuda::Memory::allocate(16, "a test").status().message(), device.status().message());
+  EXPECT_EQ(cuda::Graph::record([](cuda::Stream) { return Status(); }).status().message(),
+            device.status().message());
 }
 
 class CudaMemory : public GpuTest {};
@@ -50,6 +52,33 @@ TEST_F(CudaMemory, TooMuchSaysHowMuchAndForWhat) {
                                            std::to_string(device->memory_bytes + 1) + " bytes"),
             0u);
   EXPECT_TRUE(cuda::Memory::allocate(1 << 20, "a test").ok());  // the error is not sticky
+}
+
+class CudaGraph : public GpuTest {};
+
+TEST_F(CudaGraph, WorksWhenItIsLaunched) {
+  const DeviceVector<unsigned> numbers(1000, 0);
+  const auto graph =
+      cuda::Graph::record([&](cuda::Stream stream) { return cuda::fill(numbers.data(), 1, 4000, stream); });
+  ASSERT_TRUE(graph.ok()) << graph.status().message();
+  EXPECT_EQ(numbers.host(), std::vector<unsigned>(1000, 0));
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(cuda::fill(numbers.data(), 0, 4000).ok());
+    ASSERT_TRUE(graph->launch().ok());
+    EXPECT_EQ(numbers.host(), std::vector<unsigned>(1000, 0x01010101));
+  }
+}
+
+TEST_F(CudaGraph, ErrorsOfRecordingComeBack) {
+  const auto failed =
+      cuda::Graph::record([](cuda::Stream) { return Status(Code::invalid_argument, "no such layer"); });
+  EXPECT_EQ(failed.status().message(), "no such layer");
+  const auto waits = cuda::Graph::record([](cuda::Stream stream) { return cuda::synchronize(stream); });
+  EXPECT_NE(waits.status().message().find("cannot finish the work in a stream"), std::string::npos)
+      << waits.status().message();
+  EXPECT_EQ(cuda::Graph::record([](cuda::Stream) { return Status(); }, 1000).status().code(),
+            Code::invalid_argument);
+  EXPECT_TRUE(cuda::synchronize().ok());
 }
 
 TEST_F(CudaMemory, NoSuchDevice) {

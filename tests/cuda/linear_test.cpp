@@ -2,8 +2,6 @@
 // double precision, and against the CPU.
 #include "gatefold/linear.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -411,17 +409,11 @@ TEST_F(GpuLinear, GraphReplay) {
   const DeviceVector<std::uint16_t> rows(static_cast<std::size_t>(70 * k));
   const DeviceVector<std::int32_t> offsets(5);
   const DeviceVector<float> y(static_cast<std::size_t>(70 * n));
-  cudaStream_t stream = nullptr;
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-  const Status status =
-      plan->grouped_gemm(weights, {.x = {rows.data(), DType::bf16, 70, k}, .offsets = offsets.data()},
-                         {y.data(), DType::f32, 70, n}, {workspace.data(), workspace.size()}, stream);
-  ASSERT_TRUE(status.ok()) << status.message();
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&replay, graph), cudaSuccess);
+  const auto graph = cuda::Graph::record([&](cuda::Stream stream) {
+    return plan->grouped_gemm(weights, {.x = {rows.data(), DType::bf16, 70, k}, .offsets = offsets.data()},
+                              {y.data(), DType::f32, 70, n}, {workspace.data(), workspace.size()}, stream);
+  });
+  ASSERT_TRUE(graph.ok()) << graph.status().message();
   for (unsigned seed = 1; seed < 4; ++seed) {
     const std::vector<std::int32_t> now = seed == 1   ? std::vector<std::int32_t>{0, 10, 20, 30, 70}
                                           : seed == 2 ? std::vector<std::int32_t>{0, 0, 70, 70, 70}
@@ -430,14 +422,9 @@ TEST_F(GpuLinear, GraphReplay) {
     ASSERT_TRUE(cuda::copy(rows.data(), x.codes.data(), x.codes.size() * 2).ok());
     ASSERT_TRUE(cuda::copy(offsets.data(), now.data(), now.size() * 4).ok());
     ASSERT_TRUE(cuda::fill(y.data(), 0xFF, y.size() * 4).ok());
-    ASSERT_TRUE(cuda::synchronize().ok());
-    ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
-    ASSERT_TRUE(cuda::synchronize(stream).ok());
+    ASSERT_TRUE(graph->launch().ok());
     expect_near(y.host(), oracle(x, now, matrices), tolerance(k) + of_sums(SchemeId::fp8_tensor_afp8, k));
   }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 TEST_F(GpuLinear, BadCalls) {

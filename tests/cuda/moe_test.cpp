@@ -1,7 +1,5 @@
 // Whole MoE layers on the GPU against the scalar reference, for every scheme.
 
-#include <cuda_runtime_api.h>
-
 #include <numeric>
 
 #include "../moe_layer.h"
@@ -384,37 +382,26 @@ TEST_F(GpuMoe, GraphReplay) {
   DeviceVector<std::int32_t> ids(route_by(Pattern::uniform, spec, tokens).ids);
   DeviceVector<std::byte> workspace(plan->workspace_bytes());
   const auto run = [&](cuda::Stream stream) {
-    const Status status = plan->run(weights,
-                                    {.hidden = {x.data(), DType::bf16, tokens, width},
-                                     .topk_ids = ids.data(),
-                                     .topk_weights = slot_weights.data()},
-                                    {.hidden = {out.data(), DType::f32, tokens, width}},
-                                    {workspace.data(), workspace.size()}, stream);
-    ASSERT_TRUE(status.ok()) << status.message();
+    return plan->run(weights,
+                     {.hidden = {x.data(), DType::bf16, tokens, width},
+                      .topk_ids = ids.data(),
+                      .topk_weights = slot_weights.data()},
+                     {.hidden = {out.data(), DType::f32, tokens, width}},
+                     {workspace.data(), workspace.size()}, stream);
   };
-  cudaStream_t stream = nullptr;
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
-  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-  run(stream);
-  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-  ASSERT_EQ(cudaGraphInstantiate(&replay, graph), cudaSuccess);
+  const auto graph = cuda::Graph::record(run);
+  ASSERT_TRUE(graph.ok()) << graph.status().message();
   for (const Pattern pattern : {Pattern::single, Pattern::few, Pattern::duplicates}) {
     const Hidden hidden = narrow<formats::bf16>(layer.numbers(tokens * width, 1.0f));
     ASSERT_TRUE(cuda::copy(x.data(), hidden.codes.data(), tokens * width * 2).ok());
     ASSERT_TRUE(cuda::copy(ids.data(), route_by(pattern, spec, tokens).ids.data(), tokens * 2 * 4).ok());
-    ASSERT_TRUE(cuda::synchronize().ok());
-    ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
-    ASSERT_TRUE(cuda::synchronize(stream).ok());
+    ASSERT_TRUE(cuda::fill(out.data(), 0xFF, tokens * width * 4).ok());
+    ASSERT_TRUE(graph->launch().ok());
     const std::vector<float> replayed = out.host();
-    run(nullptr);
+    ASSERT_TRUE(run(nullptr).ok());
     EXPECT_EQ(out.host(), replayed);
     EXPECT_TRUE(std::isfinite(std::accumulate(replayed.begin(), replayed.end(), 0.0f)));
   }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 TEST_F(GpuMoe, BadCalls) {
