@@ -28,12 +28,18 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
     return few ? Costs{157, 22.2, 0} : Costs{101, 17.2, 0};
   }
   const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
-  if (of_bytes && format.for_bytes) return few ? Costs{558, 10.5, 36} : Costs{428, 4.8, 14};
+  if (of_bytes && format.for_bytes)
+    return few                                 ? Costs{558, 10.5, 36}
+           : kernel.tokens < kMostTokensOfTile ? Costs{386, 11.2, 31}
+                                               : Costs{428, 4.8, 14};
   if (of_bytes && bits == 8)
     return few                        ? Costs{80, 11.7, 1}
            : kernel.threads > 3 * 128 ? Costs{242, 10.2, 31}
                                       : Costs{161, 6.8, 21, 1.2};
-  if (of_bytes) return few ? Costs{800, 10.3, 28} : Costs{490, 4.5, 21};
+  if (of_bytes)
+    return few                                  ? Costs{800, 10.3, 28}
+           : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
+                                                : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
   if (bits == 8) return few ? Costs{1332, 16.2, 46} : Costs{903, 18.6, 107};
   return few ? Costs{739, 17.7, 56} : Costs{769, 16.5, 80};
@@ -46,13 +52,14 @@ constexpr double kItems = 17900;      ///< of sorting slots and cutting tokens i
 
 /// A number of tokens that an expert may have, and how many experts have it.
 struct Load {
-  double experts, tokens;
+  double experts;
+  int tokens;
 };
 
 /// Experts are equally likely: the numbers follow a binomial distribution, of which some points are taken.
 std::vector<Load> loads(const GemmWork& work, int tokens) {
   const double share = static_cast<double>(work.top_k) / work.experts, mean = tokens * share;
-  if (share >= 1) return {{static_cast<double>(work.experts), static_cast<double>(tokens)}};
+  if (share >= 1) return {{static_cast<double>(work.experts), tokens}};
   constexpr double points = 48;
   const double width = 4 * std::sqrt(mean * (1 - share)) + 1;
   const double first = std::max(0.0, std::floor(mean - width)), last = std::min<double>(tokens, mean + width);
@@ -63,7 +70,7 @@ std::vector<Load> loads(const GemmWork& work, int tokens) {
     const double likely =
         std::exp(std::lgamma(tokens + 1.0) - std::lgamma(count + 1) - std::lgamma(tokens - count + 1) +
                  count * std::log(share) + (tokens - count) * std::log1p(-share));
-    all.push_back({likely, count});
+    all.push_back({likely, static_cast<int>(count)});
     sum += likely;
   }
   for (Load& load : all) load.experts *= work.experts / sum;
@@ -72,11 +79,18 @@ std::vector<Load> loads(const GemmWork& work, int tokens) {
 
 /// By how many tokens those of an expert are multiplied, in so many items: kernels have a faster way for
 /// fewer.
-double multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, double tokens, double items) {
+double multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, int tokens, int items) {
   if (tuning.body == CudaTuning::Body::warps)
     return items *
            (tokens <= items * kernel.tokens / 2 ? std::max(kTileTokens, kernel.tokens / 2) : kernel.tokens);
-  return std::max(items * kernel.least_tokens, std::ceil(tokens / kernel.token_step) * kernel.token_step);
+  // As items are cut (items.cuh): of the larger ones, and of the last one.
+  const int steps = (tokens + kernel.token_step - 1) / kernel.token_step;
+  const int large = (steps + items - 1) / items, small = steps / items, larger = steps - items * small;
+  const int last = tokens - (steps - small) * kernel.token_step;
+  return items == 1
+             ? kernel.loops.of(tokens)
+             : larger * kernel.loops.of(large * kernel.token_step) +
+                   (items - larger - 1) * kernel.loops.of(small * kernel.token_step) + kernel.loops.of(last);
 }
 
 constexpr double kSum = 4500;  ///< of a kernel that adds up parts
@@ -95,7 +109,8 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
   double read = 0, cached = 0, clocks = 0, tiles = 0;
   for (const Load& load : loads(work, tokens)) {
     if (load.tokens == 0) continue;
-    const double items = std::ceil(load.tokens / tile), of_items = items * load.experts * tiles_of_item;
+    const int items = (load.tokens + tile - 1) / tile;
+    const double of_items = items * load.experts * tiles_of_item;
     tiles += of_items;
     const double multiplied = multiplied_tokens(choice.tuning, choice.kernels[0], load.tokens, items);
     clocks += (items > 1 ? costs.several : 1) *
@@ -143,14 +158,15 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     };
     GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
     for (const GemmKernel& kernel : choice.kernels) {
-      if (kernel.function == nullptr) return;
+      if (kernel.function == nullptr || (tokens == kTokensOfTwoUnits && kernel.tokens != tokens)) return;
       choice.tuning.tile_tokens = std::min(choice.tuning.tile_tokens, kernel.tokens);
     }
     choice.whole = choice.tuning.tile_tokens == choice.kernels[0].tokens;
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
   for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
-  for (const int tokens : {32, kFewTokensOfTile, 128, kManyTokensOfTile, 192, kMostTokensOfTile})
+  for (const int tokens :
+       {32, kFewTokensOfTile, kTokensOfTwoUnits, 128, kManyTokensOfTile, 192, kMostTokensOfTile})
     add(Body::warpgroups, tokens);
   return choices;
 }

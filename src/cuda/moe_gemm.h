@@ -135,13 +135,31 @@ struct InputOrder {
 inline constexpr int kTileTokens = 8;
 inline constexpr int kTokenStepOfTile = 32;  ///< of most kernels by warpgroups (moe_wgmma.cuh)
 
+/// Numbers of tokens for which a kernel by warpgroups has loops, in ascending order; then 0.
+struct TokenLoops {
+  std::int16_t tokens[8] = {};
+
+  /// That of an item: the least that will do.
+  constexpr int of(int count) const {
+    int i = 0;
+    while (tokens[i] < count && tokens[i + 1] != 0) ++i;
+    return tokens[i];
+  }
+  /// Those of a kernel for at most so many tokens, one of them.
+  constexpr TokenLoops up_to(int most) const {
+    TokenLoops some;
+    for (int i = 0; tokens[i] != 0 && tokens[i] <= most; ++i) some.tokens[i] = tokens[i];
+    return some;
+  }
+};
+
 struct GemmKernel {
   const void* function = nullptr;     ///< nullptr: there is none
   int threads = 0, shared_bytes = 0;  ///< of a team; of a block, beside its teams' bytes
   int teams = 1, team_bytes = 0;      ///< the most of a block
   int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
-  int token_step = kTileTokens;       ///< of so many tokens of an item, one costs as much as all,
-  int least_tokens = kTileTokens;     ///< and of so many in any case
+  int token_step = kTileTokens;       ///< experts' tokens are best cut into items of multiples of so many
+  TokenLoops loops;                   ///< of kernels by warpgroups
   int step_bytes = 0;
   int tile_groups = 1;     ///< groups of units that a block multiplies together
   bool may_share = false;  ///< blocks may be pairs that share the tokens of an item
@@ -161,6 +179,8 @@ GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
 inline constexpr int kFewTokensOfTile = 64;
+/// The most of an item by two units of a warp that keep sums of records by themselves (moe_wgmma_bytes.cuh).
+inline constexpr int kTokensOfTwoUnits = 80;
 /// The most of an item, by most kernels and by any.
 inline constexpr int kManyTokensOfTile = 160, kMostTokensOfTile = 256;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.

@@ -337,14 +337,14 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   return tile;
 }
 
-/// With as few tokens as will do: N, N + token_step ..
-template <class T, int N>
+/// By the first loop from this one on that has enough tokens.
+template <class T, int kLoop = 0>
 __device__ __forceinline__ Tile multiply_tile_of(const GemmArgs& args, const WarpgroupRing<T>& ring,
                                                  const RingBarriers<T>& barriers, int count, Places& at,
                                                  std::byte* memory, TileResult<T>& result) {
+  constexpr int N = T::loops.tokens[kLoop];
   if constexpr (N < T::tokens)
-    if (count > N)
-      return multiply_tile_of<T, N + T::token_step>(args, ring, barriers, count, at, memory, result);
+    if (count > N) return multiply_tile_of<T, kLoop + 1>(args, ring, barriers, count, at, memory, result);
   return multiply_tile<T, N>(args, ring, barriers, at, memory, result);
 }
 
@@ -358,8 +358,7 @@ __device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const Warpg
     if (next.count == 0) return;
     copy_end_scales<T>(args, next, memory);
     TileResult<T> result;
-    const Tile tile =
-        multiply_tile_of<T, T::least_tokens>(args, ring, barriers, next.count, at, memory, result);
+    const Tile tile = multiply_tile_of<T>(args, ring, barriers, next.count, at, memory, result);
     finish_tile<T>(args, tile, end_scales<T>(args, tile, memory), memory, result);
   }
 }

@@ -17,7 +17,7 @@ GemmKernel kernel_of() {
           .shared_bytes = T::shared_bytes,
           .tokens = T::tokens,
           .token_step = T::token_step,
-          .least_tokens = T::least_tokens,
+          .loops = T::loops,
           .step_bytes = T::step_bytes,
           .tile_groups = T::groups,
           .may_share = T::may_share,
@@ -35,8 +35,7 @@ GemmKernel kernel_for(InputKind input, int tokens) {
         using Few = ByteTraits<S, kWide, kInput, TileSize::few>;
         using Many = ByteTraits<S, kWide, kInput, TileSize::many>;
         found = tokens <= Few::tokens ? kernel_of<Few>() : kernel_of<Many>();
-        if constexpr (Many::from_memory)
-          if (tokens > Many::tokens) found = kernel_of<ByteTraits<S, kWide, kInput, TileSize::most>>();
+        if (tokens > Many::tokens) found = kernel_of<ByteTraits<S, kWide, kInput, TileSize::most>>();
       }
   };
   make.template operator()<InputKind::e4m3>();

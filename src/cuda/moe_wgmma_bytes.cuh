@@ -159,11 +159,11 @@ __device__ __forceinline__ void wait_for_inputs(const RingBarriers<T>& barriers,
 /// unit's record is multiplied, the last one's sums are added to the others, the next one, which was loaded
 /// before, is decoded, and the one after it is loaded.
 template <class T, int N>
-requires(T::bytes && !T::from_memory && T::few) __device__ __forceinline__ Tile
+requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline__ Tile
     multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
                   Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  static_assert(!T::record_scales && T::units == 2 && T::steps == 2);
+  static_assert(!T::record_scales && T::steps == 2);
   const UnitPlace<T> places[2] = {UnitPlace<T>(0), UnitPlace<T>(1)};
   const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
   float sums[2][N / 2] = {};
@@ -241,12 +241,12 @@ requires(T::bytes && !T::from_memory && T::few) __device__ __forceinline__ Tile
 /// multiplied, in pieces if sums of records are kept by themselves, the next one, which was loaded before, is
 /// decoded, and the one after it is loaded.
 template <class T, int N>
-requires(T::bytes && !T::from_memory && !T::few) __device__ __forceinline__ Tile
+requires(T::bytes && !T::from_memory && T::units == 1) __device__ __forceinline__ Tile
     multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
                   Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  static_assert(!T::record_scales && T::units == 1 && T::steps == 2 && T::input_steps == 1);
-  constexpr int kBlocks = ByteFragments<T>::blocks, kPieces = T::parts && N > 96 ? 2 : 1,
+  static_assert(!T::record_scales && T::steps == 2 && T::input_steps == 1);
+  constexpr int kBlocks = ByteFragments<T>::blocks, kPieces = T::parts && N > 112 ? 2 : 1,
                 kPiece = N / kPieces;
   const UnitPlace<T> place;
   const std::uint32_t all_columns = swizzled_rows(shared_address(memory));

@@ -35,19 +35,22 @@ struct ByteTraits {
 
   /// The most of an item: so many have room beside sums of a record.
   static constexpr bool most = kSize == TileSize::most;
-  static_assert(from_memory || !most);
-  static constexpr int tokens = few            ? kFewTokensOfTile
-                                : !from_memory ? (P.for_bytes ? kMostTokensOfTile : 192)
-                                : most         ? (parts ? 192 : kMostTokensOfTile)
-                                               : (parts ? 128 : kManyTokensOfTile);
-  /// The kernel is there for so many tokens, and for multiples of steps.
-  static constexpr int least_tokens = most          ? 128
-                                      : !few        ? 64
-                                      : from_memory ? 32
-                                                    : 16,
-                       token_step = few || (from_memory && !most) ? 16 : kTokenStepOfTile;
+  static constexpr int tokens =
+      few           ? kFewTokensOfTile
+      : from_memory ? (parts ? (most ? 192 : 128) : (most ? kMostTokensOfTile : kManyTokensOfTile))
+      : P.for_bytes ? (most ? kMostTokensOfTile : 128)
+                    : (most ? 192 : kTokensOfTwoUnits);
+  static constexpr TokenLoops loops =
+      (few    ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{16, 24, 32, 48, 64}})
+       : most ? (from_memory ? TokenLoops{{128, 160, 192, 224, 256}}
+                             : TokenLoops{{64, 96, 128, 160, 192, 224, 256}})
+              : TokenLoops{{64, 80, 96, 112, 128, 144, 160}})
+          .up_to(tokens);
+  static constexpr int token_step = most ? kTokenStepOfTile : 16;
   /// Units of a warp; warps that multiply.
-  static constexpr int units = few && !from_memory ? 2 : 1, warps = !from_memory || most ? 8 : few ? 16 : 12;
+  static constexpr int units = !from_memory && !most ? 2 : 1, warps = !from_memory || most ? 8
+                                                                      : few                ? 16
+                                                                                           : 12;
   static constexpr int threads = (warps + 4) * 32;
   static constexpr int groups = warps * units / kGroupUnits;  ///< of a tile
   /// Of the threads that multiply, and of those that fill the rings: together, what all are launched with.

@@ -37,7 +37,8 @@ inline constexpr int kPieceTokens = 32;
 /// number for each of both rows.
 template <class T>
 struct UnitResult {
-  typename T::Sum sums[T::tokens / 2];
+  static constexpr int pieces = (T::tokens + kPieceTokens - 1) / kPieceTokens;
+  typename T::Sum sums[pieces * kPieceTokens / 2];
   float unit[2];
 };
 /// The same of a tile: of a warp's units.
@@ -117,8 +118,7 @@ class LaneRows {
   }
 
  private:
-  static constexpr int kEights = kPieceTokens / 8, kPieces = T::tokens / kPieceTokens;
-  static_assert(T::tokens % kPieceTokens == 0);
+  static constexpr int kEights = kPieceTokens / 8, kPieces = UnitResult<T>::pieces;
 
   __device__ __forceinline__ int units() const { return args_.groups * kGroupUnits; }
   __device__ __forceinline__ int unit_rows() const { return gate_up_ ? kUnitRows / 2 : kUnitRows; }
@@ -148,7 +148,7 @@ class LaneRows {
 #pragma unroll
       for (int i = 0; i < each; ++i) own[i] = static_cast<float>(sums[i]);
 #pragma unroll
-      for (int i = 0; i < T::tokens / 2 - each; ++i) sums[i] = sums[i + each];
+      for (int i = 0; i < (kPieces - 1) * each; ++i) sums[i] = sums[i + each];
       scale(own);
       store(own);
     }

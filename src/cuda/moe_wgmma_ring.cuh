@@ -34,11 +34,14 @@ struct WarpgroupTraits {
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
-  /// The most of an item; the kernel is there for so many, and for multiples of steps.
+  /// The most of an item; and for how many there are loops: experts often have a few more than a power of
+  /// two.
   static constexpr int tokens = !kMany || record_scales ? kFewTokensOfTile
                                 : P.value.bits == 16    ? 128
                                                         : kManyTokensOfTile;
-  static constexpr int least_tokens = kMany ? 64 : 16, token_step = kMany ? kTokenStepOfTile : 16;
+  static constexpr TokenLoops loops =
+      kMany ? TokenLoops{{64, 80, 96, 128, 144, 160}}.up_to(tokens) : TokenLoops{{16, 24, 32, 40, 48, 64}};
+  static constexpr int token_step = kMany ? kTokenStepOfTile : 16;
   static constexpr int units = kMany ? 2 : 1;  ///< of a warp
   static constexpr int warps = 16 / units;     ///< that multiply
   static constexpr int threads = (warps + 4) * 32;
@@ -259,8 +262,11 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
       }
       __syncwarp();
       if (tile.count == 0) return;
-      if (group < groups && lane < (T::P.apart() ? 2 : 1) * T::groups)
-        copy_bulk(to + place.index * T::weight_bytes, from, steps * each, full);
+      if (group < groups && lane < (T::P.apart() ? 2 : 1) * T::groups) {
+        // Of many tokens, several items read the same weights.
+        constexpr auto copy = T::may_share ? copy_bulk : copy_bulk_once;
+        copy(to + place.index * T::weight_bytes, from, steps * each, full);
+      }
       place.advance(stages.weights);
       all_filled |= place.index == 0;
     }

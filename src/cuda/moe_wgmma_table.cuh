@@ -16,7 +16,7 @@ GemmKernel warpgroup_kernel() {
             .shared_bytes = T::shared_bytes,
             .tokens = T::tokens,
             .token_step = T::token_step,
-            .least_tokens = T::least_tokens,
+            .loops = T::loops,
             .step_bytes = T::step_bytes,
             .tile_groups = T::groups,
             .may_share = T::may_share,

@@ -92,17 +92,30 @@ struct Wgmma;
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(rows))
 
 GATEFOLD_WGMMA(16, 8, 9, 10, 11, 12, "%0, %1, %2, %3, %4, %5, %6, %7", GATEFOLD_D4(0), GATEFOLD_D4(4))
+GATEFOLD_WGMMA(24, 12, 13, 14, 15, 16, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11", GATEFOLD_D4(0),
+               GATEFOLD_D4(4), GATEFOLD_D4(8))
 GATEFOLD_WGMMA(32, 16, 17, 18, 19, 20, GATEFOLD_R0, GATEFOLD_D(0))
+GATEFOLD_WGMMA(40, 20, 21, 22, 23, 24, GATEFOLD_R0 ", %16, %17, %18, %19", GATEFOLD_D(0), GATEFOLD_D4(16))
 GATEFOLD_WGMMA(48, 24, 25, 26, 27, 28,
                GATEFOLD_R0
                ", "
                "%16, %17, %18, %19, %20, %21, %22, %23",
                GATEFOLD_D(0), GATEFOLD_D4(16), GATEFOLD_D4(20))
 GATEFOLD_WGMMA(64, 32, 33, 34, 35, 36, GATEFOLD_R0 ", " GATEFOLD_R1, GATEFOLD_D(0), GATEFOLD_D(1))
+GATEFOLD_WGMMA(80, 40, 41, 42, 43, 44,
+               GATEFOLD_R0 ", " GATEFOLD_R1
+                           ", "
+                           "%32, %33, %34, %35, %36, %37, %38, %39",
+               GATEFOLD_D(0), GATEFOLD_D(1), GATEFOLD_D4(32), GATEFOLD_D4(36))
 GATEFOLD_WGMMA(96, 48, 49, 50, 51, 52, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2, GATEFOLD_D(0),
                GATEFOLD_D(1), GATEFOLD_D(2))
 GATEFOLD_WGMMA(128, 64, 65, 66, 67, 68, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3,
                GATEFOLD_D(0), GATEFOLD_D(1), GATEFOLD_D(2), GATEFOLD_D(3))
+GATEFOLD_WGMMA(144, 72, 73, 74, 75, 76,
+               GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3
+                           ", "
+                           "%64, %65, %66, %67, %68, %69, %70, %71",
+               GATEFOLD_D(0), GATEFOLD_D(1), GATEFOLD_D(2), GATEFOLD_D(3), GATEFOLD_D4(64), GATEFOLD_D4(68))
 GATEFOLD_WGMMA(160, 80, 81, 82, 83, 84,
                GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4, GATEFOLD_D(0),
                GATEFOLD_D(1), GATEFOLD_D(2), GATEFOLD_D(3), GATEFOLD_D(4))

@@ -13,12 +13,14 @@ namespace gatefold::cuda {
   GATEFOLD_SUMS_4(c, 16 * i), GATEFOLD_SUMS_4(c, 16 * i + 4), GATEFOLD_SUMS_4(c, 16 * i + 8), \
       GATEFOLD_SUMS_4(c, 16 * i + 12)
 #define GATEFOLD_SUMS_OF_16(c) GATEFOLD_SUMS_4(c, 0), GATEFOLD_SUMS_4(c, 4)
+#define GATEFOLD_SUMS_OF_24(c) GATEFOLD_SUMS_4(c, 0), GATEFOLD_SUMS_4(c, 4), GATEFOLD_SUMS_4(c, 8)
 #define GATEFOLD_SUMS_OF_32(c) GATEFOLD_SUMS_16(c, 0)
 #define GATEFOLD_SUMS_OF_48(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_4(c, 16), GATEFOLD_SUMS_4(c, 20)
 #define GATEFOLD_SUMS_OF_64(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1)
 #define GATEFOLD_SUMS_OF_80(c) \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
 #define GATEFOLD_SUMS_OF_96(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2)
+#define GATEFOLD_SUMS_OF_112(c) GATEFOLD_SUMS_OF_96(c), GATEFOLD_SUMS_4(c, 48), GATEFOLD_SUMS_4(c, 52)
 #define GATEFOLD_SUMS_OF_128(c) GATEFOLD_SUMS_OF_96(c), GATEFOLD_SUMS_16(c, 3)
 #define GATEFOLD_SUMS_OF_160(c) GATEFOLD_SUMS_OF_128(c), GATEFOLD_SUMS_16(c, 4)
 #define GATEFOLD_SUMS_OF_192(c) GATEFOLD_SUMS_OF_160(c), GATEFOLD_SUMS_16(c, 5)
@@ -53,6 +55,8 @@ struct ByteWgmma;
   };
 
 GATEFOLD_BYTE_WGMMA(16, 8, 9, 10, 11, 12, 13, "%0, %1, %2, %3, %4, %5, %6, %7", GATEFOLD_SUMS_OF_16)
+GATEFOLD_BYTE_WGMMA(24, 12, 13, 14, 15, 16, 17, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11",
+                    GATEFOLD_SUMS_OF_24)
 GATEFOLD_BYTE_WGMMA(32, 16, 17, 18, 19, 20, 21, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
 GATEFOLD_BYTE_WGMMA(48, 24, 25, 26, 27, 28, 29,
                     GATEFOLD_R0
@@ -67,6 +71,11 @@ GATEFOLD_BYTE_WGMMA(80, 40, 41, 42, 43, 44, 45,
                     GATEFOLD_SUMS_OF_80)
 GATEFOLD_BYTE_WGMMA(96, 48, 49, 50, 51, 52, 53, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2,
                     GATEFOLD_SUMS_OF_96)
+GATEFOLD_BYTE_WGMMA(112, 56, 57, 58, 59, 60, 61,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2
+                                ", "
+                                "%48, %49, %50, %51, %52, %53, %54, %55",
+                    GATEFOLD_SUMS_OF_112)
 GATEFOLD_BYTE_WGMMA(128, 64, 65, 66, 67, 68, 69,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3, GATEFOLD_SUMS_OF_128)
 GATEFOLD_BYTE_WGMMA(160, 80, 81, 82, 83, 84, 85,
@@ -113,9 +122,6 @@ struct RowsWgmma;
       GATEFOLD_ROWS_WGMMA_OF(n, "s32.s8.s8", "", a, b, add, registers, sums("r"));             \
     }                                                                                          \
   };
-#define GATEFOLD_SUMS_OF_112(c)                                                                   \
-  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_4(c, 48), \
-      GATEFOLD_SUMS_4(c, 52)
 #define GATEFOLD_SUMS_OF_144(c)                                                                   \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3), \
       GATEFOLD_SUMS_4(c, 64), GATEFOLD_SUMS_4(c, 68)
