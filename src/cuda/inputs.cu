@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   const bool with_static = a.may_be_static() && args.static_scales != nullptr;
   if constexpr (with_row_scales)
     if (blocks > 1 && !with_static) cluster.sync();  // see max_over_cluster
-  wait_and_let_start(args);
+  if (!args.x_is_old) wait_and_let_start(args);
 
   const unsigned team = blocks == 1 ? blockIdx.x : blockIdx.x / blocks;
   const int i = static_cast<int>(team * blockDim.y + threadIdx.y), rows = static_cast<int>(args.x.rows);
@@ -191,6 +191,17 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   typename Row<Input>::Piece x[kPieces];
 #pragma unroll
   for (int p = 0; p < kPieces; ++p) x[p] = row.load(k + p * step);
+  Range range{0, true};  // of x
+  if constexpr (whole || with_row_scales)
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
+  RowScales scales;
+  if constexpr (with_row_scales && a.group.n != 0)
+    if (!with_static) {
+      const float amax = fmaxf(range.amax, row.range(k + kPieces * step, step).amax);
+      scales = RowScales::of_amax<Activation>(max_over_cluster(amax));
+    }
+  if (args.x_is_old) wait_and_let_start(args);
 
   const int expert = expert_of(args, i);
   __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerThread / 2];
@@ -198,11 +209,6 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
                     expert >= 0 && lane < args.copies ? row_of(args, i * args.copies + lane, expert) : -1,
                     columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32]};
 
-  Range range{0, true};  // of x
-  if constexpr (whole || with_row_scales)
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
-  RowScales scales;
   if constexpr (with_row_scales) {
     if (with_static) {
       scales = RowScales::of_static(args.static_scales[max(expert, 0)]);
@@ -217,9 +223,6 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
       for (int other = first + thread; other < end; other += static_cast<int>(blockDim.x))
         amax = fmaxf(amax, args.amax[other]);
       scales = RowScales::of_amax<Activation>(row_max(amax));
-    } else {
-      const float amax = fmaxf(range.amax, row.range(k + kPieces * step, step).amax);
-      scales = RowScales::of_amax<Activation>(max_over_cluster(amax));
     }
   }
   if (expert < 0) return;
@@ -262,7 +265,7 @@ struct Plain {
 };
 
 template <class Activation, class Input>
-cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
+cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.x.rows);
   const auto numbers = static_cast<unsigned>(args.stride);
   // Where there are many rows, few threads have a row, and a block has several.
@@ -284,15 +287,15 @@ cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
                             args);
   };
   if constexpr (Activation::operand.quantized() && Activation::operand.group.n == 0)
-    if (args.static_scales == nullptr)
+    if (args.static_scales == nullptr) {
       if (const auto error = launch(row_amax_kernel<Input>, 1); error != cudaSuccess) return error;
-  if constexpr (are_bytes(byte_kind(Activation::operand)))
-    if (args.order.bytes != 0)
-      return launch(many ? inputs_kernel<Activation, Input, true, many_pieces>
-                         : inputs_kernel<Activation, Input, true, 1>,
-                    cluster);
-  return launch(many ? inputs_kernel<Activation, Input, false, many_pieces>
-                     : inputs_kernel<Activation, Input, false, 1>,
+      args.x_is_old = false;  // nor what that kernel writes
+    }
+  constexpr bool bytes = are_bytes(byte_kind(Activation::operand));
+  if constexpr (bytes)  // many rows hardly ever become 16-bit numbers
+    if (args.order.bytes == 0) return launch(inputs_kernel<Activation, Input, false, 1>, cluster);
+  return launch(many ? inputs_kernel<Activation, Input, bytes, many_pieces>
+                     : inputs_kernel<Activation, Input, bytes, 1>,
                 cluster);
 }
 

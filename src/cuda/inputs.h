@@ -32,6 +32,9 @@ struct InputArgs {
   float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
   /// Whether the next kernel may start before the previous one is done: what it reads early is older.
   bool start_next_early = false;
+  /// Whether x was there before the kernel that comes before this one started the next: routing does so when
+  /// it has waited. Then rows are read, and the largest numbers found, while it works.
+  bool x_is_old = false;
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;

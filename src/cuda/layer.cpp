@@ -121,6 +121,7 @@ class LayerRun {
       } else if (tiled()) {
         in.copies = spec_.top_k;
       }
+      in.x_is_old = !few();  // the kernel before sorts slots
       then("round inputs", launch_inputs, in, stream_);
     }
     then("multiply by gate and up", launch_gemm, gate_up, first, multiprocessors(), stream_);

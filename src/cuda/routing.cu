@@ -223,8 +223,8 @@ __global__ void __launch_bounds__(kChooseThreads, 1) choose_experts(const RouteA
 
 /// One cluster. Each block has a run of tokens, and reads of the others how many slots an expert has there.
 __global__ void __launch_bounds__(kThreads) sort_slots(const RouteArgs args, const ItemArgs items) {
-  let_next_kernel_start();
   wait_for_previous_kernel();
+  let_next_kernel_start();  // which may read what was there before this kernel (InputArgs::x_is_old)
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const int tokens = tokens_of(args), each = (tokens + blocks - 1) / blocks;
   const int first = min(tokens, block * each), last = min(tokens, first + each);

@@ -107,10 +107,13 @@ __device__ __forceinline__ void store_sums(const MutableMatrixView& out, std::in
 /// them all that say where they lie.
 template <class Slot>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   constexpr int ahead = 8, each = Piece<Slot>::count;
   const bool wide = args.hidden % each == 0 && reinterpret_cast<std::uintptr_t>(args.slots) % 16 == 0;
+  bool waited = false;
+  const auto wait = [&] {
+    if (!waited) wait_for_previous_kernel(), let_next_kernel_start();
+    waited = true;
+  };
 #pragma unroll 1
   for (int token = blockIdx.y; token < args.tokens; token += gridDim.y) {
     const float share = args.shared == nullptr ? 0.0f : shared_weight(args, token);
@@ -132,6 +135,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
         there[k] = first + k < args.top_k &&
                    static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
       }
+      wait();  // the slots are new, not where they lie
       Piece<Slot> x[ahead];
 #pragma unroll
       for (int k = 0; k < ahead; ++k)
@@ -150,6 +154,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
         if (i < count) sums[i] = fmaf(share, args.shared[at + i], sums[i]);
     store_sums(args.out, at, sums, count);
   }
+  wait();
 }
 
 /// Block (i, r): a piece of row r.
