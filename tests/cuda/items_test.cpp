@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "cuda/slots.h"
 
 namespace gatefold::cuda {
@@ -27,6 +29,43 @@ TEST(EvenCut, DoesNotOverflow) {
   EXPECT_EQ(cut.begin(items), steps);
   EXPECT_EQ(cut.part_of(steps - 1), items - 1);
   EXPECT_LE(cut.each + 1, 20);
+}
+
+// The loop that an item's tokens take: the least one that is enough.
+TEST(TokenLoops, AreEnoughAndNoMore) {
+  constexpr cuda::TokenLoops all{{16, 24, 32, 40, 48, 64}};
+  for (int count = 1; count <= 64; ++count) {
+    const int tokens = all.of(count);
+    EXPECT_GE(tokens, count);
+    for (const int other : all.tokens)
+      if (other >= count) EXPECT_LE(tokens, other) << count;
+  }
+  constexpr cuda::TokenLoops some = all.up_to(40);
+  EXPECT_EQ(some.of(1), 16);
+  EXPECT_EQ(some.of(33), 40);
+  EXPECT_EQ(some.tokens[4], 0);
+}
+
+// Stages have room for the tokens of a tile: items do not take more, unless the least loop does.
+TEST(TokenLoops, OfEachKernelEndWithItsTiles) {
+  int kernels = 0;
+  for_each_scheme([&]<class S>() {
+    for (const bool wide : {false, true})
+      for (const InputKind input :
+           {InputKind::bf16, InputKind::f16, InputKind::bf16_record_scales, InputKind::e4m3,
+            InputKind::e4m3_fast, InputKind::e4m3_record_scales, InputKind::int8})
+        for (const int tokens :
+             {32, kFewTokensOfTile, kTokensOfTwoUnits, 128, kManyTokensOfTile, 192, kMostTokensOfTile}) {
+          const GemmKernel kernel = find_warpgroup_gemm(S::id, wide, input, tokens);
+          if (kernel.function == nullptr) continue;
+          ++kernels;
+          const int tile = std::min(tokens, kernel.tokens);
+          EXPECT_EQ(kernel.loops.of(tile), std::max(tile, kernel.loops.of(1)))
+              << S::scheme.name << ", " << tokens << " tokens";
+          EXPECT_EQ(kernel.loops.of(kernel.tokens), kernel.tokens) << S::scheme.name;
+        }
+  });
+  EXPECT_GT(kernels, 100);
 }
 
 }  // namespace
