@@ -54,6 +54,11 @@ TEST_F(CudaMemory, TooMuchSaysHowMuchAndForWhat) {
   EXPECT_TRUE(cuda::Memory::allocate(1 << 20, "a test").ok());  // the error is not sticky
 }
 
+TEST_F(CudaMemory, NoSuchDevice) {
+  EXPECT_EQ(cuda::device_info(1000).status().code(), Code::invalid_argument);
+  EXPECT_EQ(cuda::device_info(-1).status().code(), Code::invalid_argument);
+}
+
 class CudaGraph : public GpuTest {};
 
 TEST_F(CudaGraph, WorksWhenItIsLaunched) {
@@ -79,11 +84,6 @@ TEST_F(CudaGraph, ErrorsOfRecordingComeBack) {
   EXPECT_EQ(cuda::Graph::record([](cuda::Stream) { return Status(); }, 1000).status().code(),
             Code::invalid_argument);
   EXPECT_TRUE(cuda::synchronize().ok());
-}
-
-TEST_F(CudaMemory, NoSuchDevice) {
-  EXPECT_EQ(cuda::device_info(1000).status().code(), Code::invalid_argument);
-  EXPECT_EQ(cuda::device_info(-1).status().code(), Code::invalid_argument);
 }
 
 }  // namespace
