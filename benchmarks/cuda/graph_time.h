@@ -1,42 +1,30 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
-#include <vector>
+#include <cstdio>
+
+#include "cuda/device.h"
+#include "cuda/measure.h"
 
 namespace gatefold {
 
 /// Time of one call in microseconds: the median over replays of a graph of several calls, which work on
-/// copies in turn, so that data comes from memory.
+/// copies in turn, so that data comes from memory. 0 if it cannot be measured.
 template <class Call>
 double graph_us(int calls, Call&& call) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  cudaEvent_t begin, end;
-  cudaStreamCreate(&stream);
-  cudaEventCreate(&begin);
-  cudaEventCreate(&end);
-  cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
-  for (int i = 0; i < calls; ++i) call(i, stream);
-  cudaStreamEndCapture(stream, &graph);
-  if (cudaGraphInstantiate(&replay, graph) != cudaSuccess) return 0;
-  std::vector<float> times;
-  for (int i = -3; i < 21; ++i) {
-    cudaEventRecord(begin, stream);
-    cudaGraphLaunch(replay, stream);
-    cudaEventRecord(end, stream);
-    cudaEventSynchronize(end);
-    float ms = 0;
-    cudaEventElapsedTime(&ms, begin, end);
-    if (i >= 0) times.push_back(ms * 1000);
+  const auto all = [&](cuda::Stream stream) {
+    for (int i = 0; i < calls; ++i) call(i, cuda::native(stream));
+    return Status();
+  };
+  auto timer = cuda::Timer::create(0);
+  auto times = timer ? timer->replayed(all, 21) : timer.status();
+  if (!times) {
+    std::printf("%s\n", times.status().message().c_str());
+    return 0;
   }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2] / calls;
+  const auto middle = times->begin() + static_cast<std::ptrdiff_t>(times->size() / 2);
+  std::nth_element(times->begin(), middle, times->end());
+  return *middle / calls;
 }
 
 }  // namespace gatefold

@@ -158,7 +158,8 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     };
     GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
     for (const GemmKernel& kernel : choice.kernels) {
-      if (kernel.function == nullptr || (tokens == kTokensOfTwoUnits && kernel.tokens != tokens)) return;
+      if (kernel.function == nullptr) return;
+      if (tokens == kTokensOfTwoUnits && kernel.tokens != tokens) return;  // a larger one, for less
       choice.tuning.tile_tokens = std::min(choice.tuning.tile_tokens, kernel.tokens);
     }
     choice.whole = choice.tuning.tile_tokens == choice.kernels[0].tokens;

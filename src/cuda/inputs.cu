@@ -289,7 +289,7 @@ cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
   if constexpr (Activation::operand.quantized() && Activation::operand.group.n == 0)
     if (args.static_scales == nullptr) {
       if (const auto error = launch(row_amax_kernel<Input>, 1); error != cudaSuccess) return error;
-      args.x_is_old = false;  // nor what that kernel writes
+      args.x_is_old = false;  // the kernel before is now that one
     }
   constexpr bool bytes = are_bytes(byte_kind(Activation::operand));
   if constexpr (bytes)  // many rows hardly ever become 16-bit numbers

@@ -145,7 +145,7 @@ struct TokenLoops {
     while (tokens[i] < count && tokens[i + 1] != 0) ++i;
     return tokens[i];
   }
-  /// Those of a kernel for at most so many tokens, one of them.
+  /// Without those beyond `most`, which has to be one of them.
   constexpr TokenLoops up_to(int most) const {
     TokenLoops some;
     for (int i = 0; tokens[i] != 0 && tokens[i] <= most; ++i) some.tokens[i] = tokens[i];

@@ -34,8 +34,10 @@ GemmKernel kernel_for(InputKind input, int tokens) {
       if (input == kInput) {
         using Few = ByteTraits<S, kWide, kInput, TileSize::few>;
         using Many = ByteTraits<S, kWide, kInput, TileSize::many>;
-        found = tokens <= Few::tokens ? kernel_of<Few>() : kernel_of<Many>();
-        if (tokens > Many::tokens) found = kernel_of<ByteTraits<S, kWide, kInput, TileSize::most>>();
+        using Most = ByteTraits<S, kWide, kInput, TileSize::most>;
+        found = tokens <= Few::tokens    ? kernel_of<Few>()
+                : tokens <= Many::tokens ? kernel_of<Many>()
+                                         : kernel_of<Most>();
       }
   };
   make.template operator()<InputKind::e4m3>();

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
         there[k] = first + k < args.top_k &&
                    static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
       }
-      wait();  // the slots are new, not where they lie
+      wait();  // The slots are new. Where they lie is older than the kernel before, which waited, too.
       Piece<Slot> x[ahead];
 #pragma unroll
       for (int k = 0; k < ahead; ++k)
