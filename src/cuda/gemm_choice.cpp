@@ -32,6 +32,10 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
     return few                                 ? Costs{558, 10.5, 36}
            : kernel.tokens < kMostTokensOfTile ? Costs{386, 11.2, 31}
                                                : Costs{428, 4.8, 14};
+  if (of_bytes && format.banded)
+    return few                        ? Costs{80, 11.7, 1, 1.9}
+           : kernel.threads > 3 * 128 ? Costs{567, 3.5, 21, 1.22}
+                                      : Costs{800, 5.7, 81, 1.08};
   if (of_bytes && bits == 8)
     return few                        ? Costs{80, 11.7, 1}
            : kernel.threads > 3 * 128 ? Costs{242, 10.2, 31}
@@ -160,6 +164,7 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     for (const GemmKernel& kernel : choice.kernels) {
       if (kernel.function == nullptr) return;
       if (tokens == kTokensOfTwoUnits && kernel.tokens != tokens) return;  // a larger one, for less
+      if (body == Body::warpgroups && tokens % kernel.token_step != 0) return;
       choice.tuning.tile_tokens = std::min(choice.tuning.tile_tokens, kernel.tokens);
     }
     choice.whole = choice.tuning.tile_tokens == choice.kernels[0].tokens;

@@ -63,6 +63,9 @@ struct GemmTraits {
   static constexpr int ring_bytes =
       (teams == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
   static constexpr int stages = ring_bytes / stage_bytes < 6 ? ring_bytes / stage_bytes : 6;
+  /// Where they are many and small, weights are copied by one lane, whose copies take a third of the time
+  /// (same_in_warp); else lanes copy a group each.
+  static constexpr bool many_copies = P.apart() && step_bytes < 4096;
   static constexpr int team_bytes = stages * stage_bytes, table_bytes = static_cast<int>(sizeof(FewTables));
   static_assert(stages >= 2 && stage_bytes % 128 == 0 &&
                 weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
@@ -271,6 +274,54 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
     from += steps * T::step_bytes;
     if constexpr (T::P.apart()) extras += steps * T::step_extra_bytes;
     step += round.slices;
+    if (step >= args.steps) step = 0;
+  }
+}
+
+/// The same where copies are many.
+template <class T>
+requires(T::many_copies) __device__ void copy_weights(const GemmArgs& args, const Items& items,
+                                                      RingState<T>& ring, std::byte* memory, int* taken) {
+  const int lane = threadIdx.x % 32;
+  const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
+  Rounds<T> rounds;
+  rounds.begin(args, items);
+  const Round& round = rounds.round;
+  const std::int64_t extras_at = static_cast<std::int64_t>(args.groups) * args.all_steps * T::step_bytes;
+  int filled = 0, step = 0, groups = 0, slices = 0;
+  int at = 0;                            // of all steps of an expert's groups
+  const std::byte* of_expert = nullptr;  // its steps
+  for (Place<T> place;; place.advance()) {
+    if (step == 0) {
+      int next = 0;
+      if (lane == 0) next = atomicAdd_block(taken, 1);
+      rounds.go_to(args, items, __shfl_sync(~0u, next, 0));
+      groups = same_in_warp(round.groups);
+      slices = same_in_warp(round.slices);
+      const int expert = same_in_warp(round.expert);
+      at = same_in_warp(round.group) * args.all_steps + expert * args.part_steps;
+      of_expert = args.weights + expert * args.expert_stride + begin;
+    }
+    if (++filled > T::stages) wait_barrier(ring.empty + place.index, place.parity ^ 1);
+    std::uint64_t* full = ring.full + place.index;
+    const int steps = min(slices, args.steps - step);
+    if (one_of_warp()) {
+      ring.rounds[place.index] = round;
+      arrive(ring.known + place.index);
+      expect_bytes(full, steps * groups * (T::step_bytes + T::step_extra_bytes));
+      std::byte* to = memory + place.index * T::stage_bytes;
+#pragma unroll 1
+      for (int group = 0; group < groups; ++group) {
+        const std::int64_t from = at + group * args.all_steps;
+        copy_bulk_once(to + group * slices * T::step_bytes, of_expert + from * T::step_bytes,
+                       steps * T::step_bytes, full);
+        copy_bulk_once(to + T::extras_at + group * slices * T::step_extra_bytes,
+                       of_expert + extras_at + from * T::step_extra_bytes, steps * T::step_extra_bytes, full);
+      }
+    }
+    if (groups == 0) return;
+    at += steps;
+    step += slices;
     if (step >= args.steps) step = 0;
   }
 }

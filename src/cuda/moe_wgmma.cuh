@@ -147,11 +147,14 @@ __device__ __forceinline__ void copy_end_scales(const GemmArgs& args, const Tile
     if constexpr (T::scaled_tokens > 0)
       for (int i = thread; i < tile.count; i += 128)
         copy_4_bytes(own + i, args.inputs.row_scales + tile.row + i);
-    constexpr int rows = T::units * kWarpgroupRows;
-    const int row = tile.first_group * (kGroupUnits * kUnitRows) + threadIdx.x / 128 * rows + thread;
-    if (T::P.row_scale && thread < rows && row < args.groups * (kGroupUnits * kUnitRows))
-      copy_4_bytes(own + T::scaled_tokens + thread,
-                   reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride) + row);
+    if constexpr (T::P.row_scale) {
+      const int first = tile.first_group * (kGroupUnits * kUnitRows) +
+                        (T::token_rows ? 0 : threadIdx.x / 128 * T::end_rows);
+      const int rows = min(T::end_rows, args.groups * (kGroupUnits * kUnitRows) - first);
+      const auto* from =
+          reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride) + first;
+      for (int i = thread; i < rows; i += 128) copy_4_bytes(own + T::scaled_tokens + i, from + i);
+    }
   }
 }
 /// At the end of the tile.

@@ -1,6 +1,7 @@
 #include "cuda/moe_gemm_table.cuh"
 #include "cuda/moe_wgmma_bytes.cuh"
 #include "cuda/moe_wgmma_rows.cuh"
+#include "cuda/moe_wgmma_tokens.cuh"
 
 namespace gatefold::cuda {
 namespace {

@@ -10,8 +10,14 @@ namespace gatefold::cuda {
 
 /// How many tokens items may have: at most kFewTokensOfTile; more; or, by fewer rows, still more. Sums leave
 /// registers for four, three or two warpgroups; or, where they decode, for two, whose warps have two units
-/// or one.
+/// or one. Where tokens are rows, `many` are two warpgroups, by all rows, and `most` are three, by half of
+/// them.
 enum class TileSize { few, many, most };
+
+/// Where tokens are rows of multiplies: those of a warpgroup and of a warp, and rows of weights that are
+/// multiplied together and share scales.
+inline constexpr int kWarpgroupTokens = 64, kWarpTokens = kWarpgroupTokens / 4, kPieceRows = 128,
+                     kPieceGroups = kPieceRows / (kGroupUnits * kUnitRows);
 
 template <class SchemeTag, bool kWide, InputKind kInput, TileSize kSize>
 struct ByteTraits {
@@ -33,26 +39,32 @@ struct ByteTraits {
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
 
-  /// The most of an item: so many have room beside sums of a record.
   static constexpr bool most = kSize == TileSize::most;
+  /// Tokens are the rows of multiplies, and so many rows of weights their columns (moe_wgmma_tokens.cuh).
+  static constexpr bool token_rows =
+      !few && from_memory && record_scales && SchemeTag::scheme.weight.group.n % kPieceRows == 0;
+
+  /// The most of an item: so many have room beside sums of a record.
   static constexpr int tokens =
       few           ? kFewTokensOfTile
       : from_memory ? (parts ? (most ? 192 : 128) : (most ? kMostTokensOfTile : kManyTokensOfTile))
       : P.for_bytes ? (most ? kMostTokensOfTile : 128)
                     : (most ? 192 : kTokensOfTwoUnits);
   static constexpr TokenLoops loops =
-      (few    ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{16, 24, 32, 48, 64}})
-       : most ? (from_memory ? TokenLoops{{128, 160, 192, 224, 256}}
-                             : TokenLoops{{64, 96, 128, 160, 192, 224, 256}})
-              : TokenLoops{{64, 80, 96, 112, 128, 144, 160}})
+      (few          ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{16, 24, 32, 48, 64}})
+       : token_rows ? TokenLoops{{64, 128, 192}}
+       : most       ? (from_memory ? TokenLoops{{128, 160, 192, 224, 256}}
+                                   : TokenLoops{{64, 96, 128, 160, 192, 224, 256}})
+                    : TokenLoops{{64, 80, 96, 112, 128, 144, 160}})
           .up_to(tokens);
-  static constexpr int token_step = most ? kTokenStepOfTile : 16;
-  /// Units of a warp; warps that multiply.
-  static constexpr int units = !from_memory && !most ? 2 : 1, warps = !from_memory || most ? 8
-                                                                      : few                ? 16
-                                                                                           : 12;
+  static constexpr int token_step = token_rows ? kWarpgroupTokens : most ? kTokenStepOfTile : 16;
+  /// Units of a warp, where it has some; warps that multiply.
+  static constexpr int units = !from_memory && !most ? 2 : 1;
+  static constexpr int warps = token_rows ? tokens / kWarpTokens : !from_memory || most ? 8 : few ? 16 : 12;
   static constexpr int threads = (warps + 4) * 32;
-  static constexpr int groups = warps * units / kGroupUnits;  ///< of a tile
+  /// Pieces of rows, where tokens are rows; groups of a tile.
+  static constexpr int pieces = token_rows ? (most ? 1 : 2) : 0;
+  static constexpr int groups = token_rows ? pieces * kPieceGroups : warps * units / kGroupUnits;
   /// Of the threads that multiply, and of those that fill the rings: together, what all are launched with.
   static constexpr int registers = warps == 16   ? 104
                                    : warps == 12 ? 152
@@ -73,11 +85,13 @@ struct ByteTraits {
   static constexpr int end_tokens = 32;  ///< whose results are in shared memory together
   /// f32 of a warpgroup, for the end of a tile: of tokens, and of rows.
   static constexpr int scaled_tokens = record_scales ? 0 : tokens,
-                       end_scales = scaled_tokens + (P.row_scale ? kWarpgroupRows * units : 0);
+                       end_rows = token_rows ? pieces * kPieceRows : kWarpgroupRows * units,
+                       end_scales = scaled_tokens + (P.row_scale ? end_rows : 0);
   static constexpr int all_bytes = P.for_bytes ? 228352 : 230400;  ///< and 2048 of tables
   static constexpr int ring_bytes = all_bytes - warps / 4 * end_tokens * kEndBytes,
                        shared_bytes = all_bytes + 1024;
-  static constexpr int most_stages = 8;  ///< of a ring
+  static constexpr int extra_groups = token_rows ? kPieceGroups : 1;  ///< as in WarpgroupTraits
+  static constexpr int most_stages = 8;                               ///< of a ring
 };
 
 /// Known in advance, and about as many steps of both rings.
@@ -98,7 +112,7 @@ requires(T::bytes) struct Stages<T> {
   __device__ explicit Stages(int) {}
 };
 
-/// Copies activations, a stage as soon as it has been read; by a warp, one lane of which copies.
+/// Copies activations, a stage as soon as it has been read; by one lane, whichever, of a warp.
 template <class T>
 requires(T::bytes) __device__
     void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
@@ -107,24 +121,29 @@ requires(T::bytes) __device__
   StagePlace place;
   bool all_filled = false;  // once
   for (int i = 0;; ++i) {
-    const Tile tile = tile_of_block<T>(args, ring.inputs_ahead, i);
+    const Tile tile = same_in_warp(tile_of_block<T>(args, ring.inputs_ahead, i));
     if (tile.count == 0) return;
-    if (threadIdx.x % 32 != 0) continue;
     const int rows = (tile.count + 7) / 8 * 8;
     const OwnRows<T> own(args, rows);
     std::int64_t row = tile.row + own.first + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;
     for (int step = 0; step < args.steps; step += T::input_steps) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
-      std::byte* to = memory + place.index * S::input_bytes;
-      std::uint64_t* full = ring.inputs_full + place.index;
       const int steps = min(T::input_steps, args.steps - step);
-      expect_bytes(full, steps * rows * (kRecordColumns + (T::record_scales ? 4 : 0)));
-      if constexpr (T::record_scales)
-        copy_own<T>(args, to + S::scales_at + own.first * 4, in.record_scales + row, own.count * 4, full);
-      to += own.first * kRecordColumns;
-      for (int i = 0; i < steps; ++i, row += in.tile_rows, to += S::scales_at)
-        copy_own<T>(args, to, reinterpret_cast<const std::byte*>(in.rows) + row * kRecordColumns,
-                    own.count * kRecordColumns, full);
+      if (one_of_warp()) {
+        std::byte* to = memory + place.index * S::input_bytes;
+        std::uint64_t* full = ring.inputs_full + place.index;
+        expect_bytes(full, steps * rows * (kRecordColumns + (T::record_scales ? 4 : 0)));
+        if constexpr (T::record_scales)
+          copy_own<T>(args, to + S::scales_at + own.first * 4, in.record_scales + row, own.count * 4, full);
+#pragma unroll
+        for (int i = 0; i < T::input_steps; ++i)
+          if (i < steps)
+            copy_own<T>(
+                args, to + i * S::scales_at + own.first * kRecordColumns,
+                reinterpret_cast<const std::byte*>(in.rows) + (row + i * in.tile_rows) * kRecordColumns,
+                own.count * kRecordColumns, full);
+      }
+      row += steps * in.tile_rows;
       place.advance(S::inputs);
       all_filled |= place.index == 0;
     }

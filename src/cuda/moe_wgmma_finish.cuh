@@ -30,6 +30,22 @@ __device__ __forceinline__ float power_of_two(float x) {
   return power;
 }
 
+/// To bf16 or f16.
+__device__ __forceinline__ std::uint32_t narrow_both(float low, float high, bool bf16) {
+  std::uint32_t pair;
+  if (bf16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+/// As activate_swiglu, in fewer instructions.
+__device__ __forceinline__ float swiglu(const Activation& by, float gate, float up) {
+  const float g = min_or_nan(gate, by.limit), u = max_or_nan(min_or_nan(up, by.limit), -by.limit);
+  return g * reciprocal(1.0f + power_of_two(-1.44269504f * by.alpha * g)) * (u + by.beta);
+}
+
 /// Tokens that are finished together: enough to hide what is done for one behind others.
 inline constexpr int kPieceTokens = 32;
 
@@ -197,14 +213,10 @@ class LaneRows {
 
   /// Gates and ups to channels, in the places of gates.
   __device__ __forceinline__ void apply_swiglu(Sums& sums) const {
-    const Activation& by = args_.activation;
-    const float power = -1.44269504f * by.alpha;
 #pragma unroll
     for (int i = 0; i < kPieceTokens / 4; ++i) {
       float& gate = sums[i / 2 * 4 + i % 2];
-      const float g = min_or_nan(gate, by.limit),
-                  up = max_or_nan(min_or_nan(sums[i / 2 * 4 + 2 + i % 2], by.limit), -by.limit);
-      gate = g * reciprocal(1.0f + power_of_two(power * g)) * (up + by.beta);
+      gate = swiglu(args_.activation, gate, sums[i / 2 * 4 + 2 + i % 2]);
     }
   }
   __device__ __forceinline__ void apply_geglu(Sums& sums) const {
@@ -249,15 +261,6 @@ class LaneRows {
   __device__ __forceinline__ std::uint32_t exchange(std::uint32_t tokens) const {
     return __byte_perm(tokens, __shfl_xor_sync(~0u, tokens, 4), odd_ == 0 ? 0x5410 : 0x3276);
   }
-  static __device__ __forceinline__ std::uint32_t narrow_both(float low, float high, bool bf16) {
-    std::uint32_t pair;
-    if (bf16)
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    else
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-  }
-
   /// 16 bits, in tiles; channels that the matrix lacks are 0.
   __device__ __forceinline__ void store_in_tiles(const Sums& sums) const {
     constexpr PackedFormat P = T::P;

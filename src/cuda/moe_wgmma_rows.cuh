@@ -52,7 +52,7 @@ struct RowSums {
 
 /// A tile of at most N tokens. Its first stage of weights is there.
 template <class T, int N>
-requires(T::bytes&& T::from_memory) __device__ __forceinline__ Tile
+requires(T::bytes&& T::from_memory && !T::token_rows) __device__ __forceinline__ Tile
     multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
                   Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;

@@ -50,6 +50,36 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }
 
+__device__ __forceinline__ float load_f32(std::uint32_t shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared));
+  return x;
+}
+__device__ __forceinline__ float2 load_two_f32(std::uint32_t shared) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared));
+  return x;
+}
+
+/// A value that is not computed again.
+__device__ __forceinline__ std::uint32_t kept(std::uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+/// What all lanes have, so that the compiler knows: it then is in a register of the warp, from which
+/// descriptors of multiplies and places of copies are taken. (Of places in registers of lanes each copy is a
+/// loop over the lanes, of some 90 clocks.)
+__device__ __forceinline__ int same_in_warp(int value) {
+  return __shfl_sync(~0u, value, 0);
+}
+/// True for one lane of a warp, all of which come here.
+__device__ __forceinline__ bool one_of_warp() {
+  std::uint32_t one;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(one));
+  return one != 0;
+}
+
 /// A barrier in shared memory: a phase ends after so many arrivals, and the bytes that they expect.
 __device__ __forceinline__ void init_barrier(std::uint64_t* barrier, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
@@ -172,7 +202,13 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 /// Four matrices of 8 by 8 numbers of 16 bits, as multiplies leave sums (two neighbours of row lane / 4 a
-/// lane), transposed: lane 8 i + j says where column j of matrix i goes, 16 bytes of shared memory.
+/// lane): lane 8 i + j says where row j of matrix i goes, 16 bytes of shared memory.
+__device__ __forceinline__ void store_matrices(void* row, const std::uint32_t (&pairs)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+/// The same transposed: lane 8 i + j says where column j of matrix i goes.
 __device__ __forceinline__ void store_transposed(void* column, const std::uint32_t (&pairs)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(column)),

@@ -291,50 +291,58 @@ TEST_F(GpuLinear, ErrorsOfLongRows) {
   EXPECT_LE(ours, 1.03 * cublas);
 }
 
-// Types of y are roundings of the same sums; a bias is added before.
+// Types of y are roundings of the same sums; a bias is added before. Rows of y are stored by 16 bytes, or
+// not.
 TEST_F(GpuLinear, OutputTypesAndBias) {
-  const std::int64_t n = 200, k = 256;
-  const Matrices matrices(SchemeId::int4_g128, 3, n, k);
-  const LinearWeights weights = matrices.pack();
-  const std::vector<std::int32_t> offsets = {0, 30, 31, 60};
-  const std::vector<float> bias = random_values(static_cast<std::size_t>(3 * n), 9);
-  const DeviceVector<float> device_bias(bias);
+  const std::int64_t k = 256;
+  const std::vector<std::int32_t> offsets = {0, 130, 131, 160};
   const DeviceVector<std::int32_t> device_offsets(offsets);
-  for (const int tile : {8, 64}) {
-    const Rows x(DType::bf16, 60, k);
-    const CudaTuning tuning{tile == 8 ? CudaTuning::Body::warps : CudaTuning::Body::warpgroups, tile};
-    const LinearOptions options{.max_rows = 60, .debug_workspace = true, .cuda_tuning = tuning};
-    const auto plan = LinearPlan::create(weights.shape(), options);
-    ASSERT_TRUE(plan.ok()) << plan.status().message();
-    const DeviceVector<std::byte> workspace(plan->workspace_bytes());
-    const DeviceVector<std::uint16_t> rows(x.codes);
-    const auto run_to = [&](void* y, DType dtype) {
-      const Status status = plan->grouped_gemm(weights,
-                                               {.x = {rows.data(), DType::bf16, 60, k},
-                                                .offsets = device_offsets.data(),
-                                                .bias = device_bias.data()},
-                                               {y, dtype, 60, n}, {workspace.data(), workspace.size()});
-      ASSERT_TRUE(status.ok()) << status.message();
-    };
-    const DeviceVector<float> y(static_cast<std::size_t>(60 * n));
-    const DeviceVector<std::uint16_t> y_bf16(y.size()), y_f16(y.size());
-    run_to(y.data(), DType::f32);
-    run_to(y_bf16.data(), DType::bf16);
-    run_to(y_f16.data(), DType::f16);
-    const std::vector<float> sums = y.host();
-    const auto bf16 = y_bf16.host(), f16 = y_f16.host();
-    for (std::size_t i = 0; i < sums.size(); ++i) {
-      ASSERT_EQ(bf16[i], encode<formats::bf16>(sums[i])) << i;
-      ASSERT_EQ(f16[i], encode<formats::f16>(sums[i])) << i;
+  const Rows x(DType::bf16, 160, k);
+  const DeviceVector<std::uint16_t> rows(x.codes);
+  using Body = CudaTuning::Body;
+  const std::pair<SchemeId, CudaTuning> kernels[] = {{SchemeId::int4_g128, {Body::warps, 8}},
+                                                     {SchemeId::int4_g128, {Body::warpgroups, 64}},
+                                                     {SchemeId::fp8_block_afp8, {Body::warpgroups, 64}},
+                                                     {SchemeId::fp8_block_afp8, {Body::warpgroups, 128}},
+                                                     {SchemeId::fp8_block_afp8, {Body::warpgroups, 192}}};
+  for (const auto& [id, tuning] : kernels)
+    for (const std::int64_t n : {200, 202, 203}) {
+      SCOPED_TRACE(testing::Message() << scheme(id).name << ", " << describe(tuning) << ", " << n << " rows");
+      const Matrices matrices(id, 3, n, k);
+      const LinearWeights weights = matrices.pack();
+      const std::vector<float> bias = random_values(static_cast<std::size_t>(3 * n), 9);
+      const DeviceVector<float> device_bias(bias);
+      const LinearOptions options{.max_rows = 160, .debug_workspace = true, .cuda_tuning = tuning};
+      const auto plan = LinearPlan::create(weights.shape(), options);
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      const DeviceVector<std::byte> workspace(plan->workspace_bytes());
+      const auto run_to = [&](void* y, DType dtype) {
+        const Status status = plan->grouped_gemm(weights,
+                                                 {.x = {rows.data(), DType::bf16, 160, k},
+                                                  .offsets = device_offsets.data(),
+                                                  .bias = device_bias.data()},
+                                                 {y, dtype, 160, n}, {workspace.data(), workspace.size()});
+        ASSERT_TRUE(status.ok()) << status.message();
+      };
+      const DeviceVector<float> y(static_cast<std::size_t>(160 * n));
+      const DeviceVector<std::uint16_t> y_bf16(y.size()), y_f16(y.size());
+      run_to(y.data(), DType::f32);
+      run_to(y_bf16.data(), DType::bf16);
+      run_to(y_f16.data(), DType::f16);
+      const std::vector<float> sums = y.host();
+      const auto bf16 = y_bf16.host(), f16 = y_f16.host();
+      for (std::size_t i = 0; i < sums.size(); ++i) {
+        ASSERT_EQ(bf16[i], encode<formats::bf16>(sums[i])) << i;
+        ASSERT_EQ(f16[i], encode<formats::f16>(sums[i])) << i;
+      }
+      std::vector<double> expected = oracle(x, offsets, matrices);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        const auto row = static_cast<std::int32_t>(i / static_cast<std::size_t>(n));
+        const std::size_t group = row < 130 ? 0 : row < 131 ? 1 : 2;
+        expected[i] += bias[group * static_cast<std::size_t>(n) + i % static_cast<std::size_t>(n)];
+      }
+      expect_near(sums, expected, tolerance(k) + error_of_sums(scheme(id), scheme(id).activation, k, false));
     }
-    std::vector<double> expected = oracle(x, offsets, matrices);
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      const auto row = static_cast<std::int32_t>(i / static_cast<std::size_t>(n));
-      const std::size_t group = row < 30 ? 0 : row < 31 ? 1 : 2;
-      expected[i] += bias[group * static_cast<std::size_t>(n) + i % static_cast<std::size_t>(n)];
-    }
-    expect_near(sums, expected, tolerance(k));
-  }
 }
 
 // Columns are cut into parts where there are few rows; a bias is added once.

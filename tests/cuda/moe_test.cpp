@@ -466,13 +466,20 @@ TEST_F(GpuMoe, IdsOutOfRange) {
 TEST_F(GpuMoe, Activations) {
   for (const Activation::Kind kind : {Activation::Kind::geglu, Activation::Kind::geglu_tanh}) {
     MoeSpec spec;
-    spec.scheme = SchemeId::int4_g32;
     spec.experts = 4;
     spec.top_k = 2;
     spec.hidden = spec.intermediate = 128;
     spec.activation.kind = kind;
+    spec.scheme = SchemeId::int4_g32;
     for (const std::size_t tokens : {9, 60})
       expect_close(Layer(spec), {.max_tokens = 60}, tokens, Pattern::uniform);
+    // Where tokens are rows of multiplies, the ends of tiles are others.
+    spec.scheme = SchemeId::fp8_block_afp8;
+    spec.bias = true;
+    for (const int tile : {128, 192})
+      expect_close(Layer(spec),
+                   {.max_tokens = 300, .cuda_tuning = CudaTuning{CudaTuning::Body::warpgroups, tile}}, 300,
+                   Pattern::uniform);
   }
 }
 

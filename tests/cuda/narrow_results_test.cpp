@@ -35,9 +35,12 @@ class NarrowResults : public GpuTest {
 
 // What tiles leave of slots is bf16 then: that may be as far off as the results' own rounding, at most 2^-9.
 TEST_F(NarrowResults, OfEveryCandidate) {
-  for (const int hidden : {256, 170}) {
+  for (const auto& [scheme, hidden] : {std::pair{SchemeId::fp8_channel, 256},
+                                       {SchemeId::fp8_channel, 170},
+                                       {SchemeId::fp8_block_afp8, 256},
+                                       {SchemeId::fp8_block_afp8, 170}}) {
     MoeSpec spec;
-    spec.scheme = SchemeId::fp8_channel;
+    spec.scheme = scheme;
     spec.experts = 3;
     spec.top_k = 2;
     spec.hidden = hidden;
