@@ -63,8 +63,8 @@ struct GemmTraits {
   static constexpr int ring_bytes =
       (teams == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
   static constexpr int stages = ring_bytes / stage_bytes < 6 ? ring_bytes / stage_bytes : 6;
-  /// Where they are many and small, weights are copied by one lane, whose copies take a third of the time
-  /// (same_in_warp); else lanes copy a group each.
+  /// Where they are many and small, weights are copied by one lane, in fewer instructions (same_in_warp);
+  /// else lanes copy a group each.
   static constexpr bool many_copies = P.apart() && step_bytes < 4096;
   static constexpr int team_bytes = stages * stage_bytes, table_bytes = static_cast<int>(sizeof(FewTables));
   static_assert(stages >= 2 && stage_bytes % 128 == 0 &&
@@ -278,7 +278,7 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
   }
 }
 
-/// The same where copies are many.
+/// The same where copies are many. (With one function for both, kernels of 8 bits would spill registers.)
 template <class T>
 requires(T::many_copies) __device__ void copy_weights(const GemmArgs& args, const Items& items,
                                                       RingState<T>& ring, std::byte* memory, int* taken) {

@@ -156,7 +156,7 @@ class WarpTokens {
     shared_ = memory + Stages<T>::ends_at + thread / 32 * (kWarpTokens * kRows * 2);
   }
 
-  /// Sums become results, which are stored.
+  /// Sums become results, which are stored: what gate and up leave is f32, as it is rounded to codes later.
   __device__ __forceinline__ void finish(UnitResult<T>& result) {
     if (first_token_ >= tile_.count) return;
     const bool f32 = args_.out_dtype == DType::f32, bf16 = args_.out_dtype == DType::bf16;
