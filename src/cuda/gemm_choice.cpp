@@ -24,7 +24,7 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
     const bool few = kernel.tokens <= kTileTokens;
     if (format.for_bytes) return few ? Costs{77, 10.6, 0} : Costs{98, 9.8, 0};
     if (bits == 4) return {few ? 26.0 : 34.0, 11.2, 0};
-    if (bits == 8) return few ? Costs{56, 12.9, 0} : Costs{76, 11.8, 0};
+    if (bits == 8) return few ? Costs{62, 18, 0} : Costs{120, 11.8, 0};
     return few ? Costs{157, 22.2, 0} : Costs{101, 17.2, 0};
   }
   const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;

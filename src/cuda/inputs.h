@@ -27,7 +27,7 @@ struct InputArgs {
   const std::int32_t* offsets = nullptr;
   bool one_tensor = false;
   const std::int32_t* positions = nullptr;     ///< [slots] in the order of experts, or nullptr: the same
-  const std::int32_t* expert_rows = nullptr;   ///< of tiles: GemmArgs
+  const std::int32_t* expert_rows = nullptr;   ///< of tiles: ItemArgs
   const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic
   float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
   /// Whether the next kernel may start before the previous one is done: what it reads early is older.

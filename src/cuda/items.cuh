@@ -48,15 +48,15 @@ struct RankedItems {
   std::int32_t items;
 };
 
-/// Items first, first + step, .. of an expert, whose positions begin at `position`; its first item is number
-/// `at` of all.
+/// Items first, first + step, .. of an expert, whose positions begin at `position`, and its rows of tiles at
+/// `row`; its first item is number `at` of all.
 __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, const ExpertLoad& load,
-                                            int position, int at, int first, int step) {
+                                            int position, int row, int at, int first, int step) {
   const int items = min(load.items, args.most_items - at);
   if (first >= items) return;
   if (load.items == 1) {  // as most have, without divisions
-    args.items[at] = {static_cast<std::int16_t>(expert), static_cast<std::int16_t>(load.tokens), position, 0,
-                      1};
+    args.items[at] = {
+        {static_cast<std::int16_t>(expert), static_cast<std::int16_t>(load.tokens), position}, row, 0, 1};
     return;
   }
   const EvenCut steps((load.tokens + args.step - 1) / args.step, load.items);
@@ -66,9 +66,11 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
     const auto cut = [&](int item) { return min(load.tokens, steps.begin(item) * args.step); };
     const int begin = cut(i), end = cut(i + 1);
     const int band = bands.part_of(i), begin_of_band = bands.begin(band);
-    args.items[at + i] = {static_cast<std::int16_t>(expert), static_cast<std::int16_t>(end - begin),
-                          position + begin, static_cast<std::int16_t>(i - begin_of_band),
-                          static_cast<std::int16_t>(min(items, bands.begin(band + 1)) - begin_of_band)};
+    args.items[at + i] = {
+        {static_cast<std::int16_t>(expert), static_cast<std::int16_t>(end - begin), position + begin},
+        row + begin,
+        static_cast<std::int16_t>(i - begin_of_band),
+        static_cast<std::int16_t>(min(items, bands.begin(band + 1)) - begin_of_band)};
   }
 }
 
@@ -90,9 +92,10 @@ struct ExpertLoads {
 template <class Offset>
 __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, int parts) {
   __shared__ RankedItems ranked[kMostSortedExperts];
+  __shared__ std::int32_t first_rows[kMostSortedExperts];  // of tiles
   const ExpertLoads<Offset> loads{args, offset};
   const int experts = args.experts, threads = static_cast<int>(blockDim.x);
-  const bool pads_rows = args.expert_rows != nullptr && part == 0;
+  const bool pads_rows = args.expert_rows != nullptr;
   int rows = 0;
 #pragma unroll 1
   for (int begin = 0; begin < experts; begin += threads) {
@@ -103,7 +106,8 @@ __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, 
     if (!pads_rows) continue;
     int all = 0;
     const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all);
-    if (there) args.expert_rows[expert] = row - loads.position(expert);
+    if (there) first_rows[expert] = row;
+    if (there && part == 0) args.expert_rows[expert] = row - loads.position(expert);
     rows += all;
   }
   __syncthreads();
@@ -132,7 +136,8 @@ __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, 
     }
     const int expert = first + lane / lanes;
     if (expert < experts)
-      write_items(args, expert, loads.of(expert), loads.position(expert), at, lane % lanes, lanes);
+      write_items(args, expert, loads.of(expert), loads.position(expert), pads_rows ? first_rows[expert] : 0,
+                  at, lane % lanes, lanes);
     if (first > 0) continue;
     all = __reduce_add_sync(~0u, all);
     if (lane == 0) *args.item_count = min(all, args.most_items);
@@ -153,7 +158,7 @@ __device__ void cut_items_in_order(const ItemArgs& args, const Offset& offset) {
     const int at = count + exclusive_sum(load.items, &all_items);
     const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all_rows);
     if (there && args.expert_rows != nullptr) args.expert_rows[expert] = row - loads.position(expert);
-    if (there) write_items(args, expert, load, loads.position(expert), at, 0, 1);
+    if (there) write_items(args, expert, load, loads.position(expert), row, at, 0, 1);
     count += all_items;
     rows += all_rows;
   }

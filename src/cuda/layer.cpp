@@ -38,7 +38,7 @@ struct FfnBuffers {
 struct LayerBuffers {
   Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, route_scratch;
   Buffer<float> topk_weights, logits;
-  Buffer<Item> items;
+  Buffer<CutItem> items;
   std::int32_t most_items = 0;
   Buffer<std::int32_t> item_count, expert_rows;
   FfnBuffers routed, shared;
@@ -60,7 +60,7 @@ struct LayerBuffers {
     logits = {layout.add<float>("router_logits", tokens * experts)};
     // An item more than full ones for each expert that has slots.
     most_items = static_cast<std::int32_t>(std::min(experts, slots) + slots / kTileTokens);
-    items = {layout.add<Item>("items", static_cast<std::size_t>(most_items))};
+    items = {layout.add<CutItem>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
     expert_rows = {layout.add<std::int32_t>("expert_rows", experts)};
     routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
@@ -284,9 +284,9 @@ class LayerRun {
       args.one_token = tokens_ == 1;
     } else {
       args.items = b_.items.at(base_);
+      args.most_items = b_.most_items;
       args.item_count = b_.item_count.at(base_);
       args.sorted_slots = b_.sorted_slots.at(base_);
-      args.expert_rows = b_.expert_rows.at(base_);
     }
     return args;
   }

@@ -33,7 +33,7 @@ std::string refuses(SchemeId id, const Operand& activation) {
 
 struct LinearBuffers {
   InputBuffers in;
-  Buffer<Item> items;
+  Buffer<CutItem> items;
   Buffer<std::int32_t> item_count, expert_rows;
   Buffer<float> part_sums;
   std::int32_t most_items = 0;
@@ -44,7 +44,7 @@ struct LinearBuffers {
            tile_rows(static_cast<std::size_t>(max_rows), static_cast<std::size_t>(shape.matrices)), shape.k,
            layout),
         most_items(std::min(shape.matrices, max_rows) + max_rows / kTileTokens) {
-    items = {layout.add<Item>("items", static_cast<std::size_t>(most_items))};
+    items = {layout.add<CutItem>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
     expert_rows = {layout.add<std::int32_t>("expert_rows", static_cast<std::size_t>(shape.matrices))};
     part_sums = {layout.add<float>("part_sums", part_numbers)};
@@ -242,8 +242,8 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
                 .out_dtype = y.dtype};
   if (in.offsets != nullptr) {
     args.items = buffers.items.at(base);
+    args.most_items = buffers.most_items;
     args.item_count = buffers.item_count.at(base);
-    args.expert_rows = buffers.expert_rows.at(base);
     const ItemArgs items{.experts = shape.matrices,
                          .expert_offsets = in.offsets,
                          .rows = rows,

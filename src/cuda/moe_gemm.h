@@ -17,8 +17,12 @@ namespace gatefold::cuda {
 struct Item {
   std::int16_t expert, count;
   std::int32_t first;
+};
+/// An item that a kernel has cut, in memory.
+struct alignas(16) CutItem : Item {
+  std::int32_t row;  ///< of tiles (GemmInputs::tile_rows): of the first position
   /// Which one it is of so many neighbours of its expert, whose multiplies read the same weights at about the
-  /// same time. Items that blocks find by themselves (moe_gemm_items.cuh) have none.
+  /// same time.
   std::int16_t in_band, band_items;
 };
 /// The most of a band: their tokens, and weights that some thread blocks read, have room in the L2 cache.
@@ -43,8 +47,9 @@ struct GemmInputs {
   const float* row_scales = nullptr;     ///< [rows], or nullptr
   const float* record_scales = nullptr;  ///< [rows, stride / kRecordColumns], or nullptr
   std::int32_t slots_of_row = 1;         ///< slot s reads row s / slots_of_row
-  /// Rows are in the order of experts (GemmArgs::expert_rows), in tiles of so many rows (tile_position);
-  /// row_scales belong to them, record_scales are [stride / kRecordColumns, tile_rows]. 0: not.
+  /// Rows are in the order of experts, whose first ones are multiples of 8, in tiles of so many rows
+  /// (tile_position); row_scales belong to them, record_scales are [stride / kRecordColumns, tile_rows].
+  /// 0: not.
   std::int32_t tile_rows = 0;
 };
 
@@ -78,10 +83,9 @@ struct GemmArgs {
   GemmRouting routing;
   const std::int32_t* ids = nullptr;
   bool one_token = false;  ///< the slots are those of one
-  const Item* items = nullptr;
+  const CutItem* items = nullptr;
+  std::int32_t most_items = 0;  ///< that there is room for
   const std::int32_t *item_count = nullptr, *sorted_slots = nullptr;
-  /// [experts] Of tiles: the row of position p is p and this; nullptr: p itself.
-  const std::int32_t* expert_rows = nullptr;
   /// Whether these (logits as well) were written by a kernel before the previous one, so that weights may be
   /// read early.
   bool routed_early = false;

@@ -162,7 +162,7 @@ __device__ __forceinline__ Items find_items(const GemmArgs& args, FewTables& tab
                           : list_items<T::tokens>(id, args.experts, &tables);
     return {tables.items, tables.slots, count};
   }
-  if (args.items != nullptr) return {args.items, args.sorted_slots, *args.item_count};
+  if (args.items != nullptr) return {nullptr, args.sorted_slots, *args.item_count};
   return {nullptr, nullptr, args.whole_items * args.parts};
 }
 

@@ -63,9 +63,9 @@ struct GemmTraits {
   static constexpr int ring_bytes =
       (teams == 2 ? 115712 : 232448) - static_cast<int>(sizeof(FewTables)) - 512;
   static constexpr int stages = ring_bytes / stage_bytes < 6 ? ring_bytes / stage_bytes : 6;
-  /// Where they are many and small, weights are copied by one lane, in fewer instructions (same_in_warp);
-  /// else lanes copy a group each.
-  static constexpr bool many_copies = P.apart() && step_bytes < 4096;
+  /// Where they are small, weights are copied by one lane, in fewer instructions (same_in_warp); else lanes
+  /// copy a group each.
+  static constexpr bool small_copies = step_bytes < 4096;
   static constexpr int team_bytes = stages * stage_bytes, table_bytes = static_cast<int>(sizeof(FewTables));
   static_assert(stages >= 2 && stage_bytes % 128 == 0 &&
                 weight_bytes >= warps * kGroupUnits * shared_tiles * 512);
@@ -87,12 +87,14 @@ struct alignas(16) Round {
 
 /// The items of a call, and the slots of their tokens.
 struct Items {
-  const Item* items = nullptr;          ///< nullptr: all positions belong to expert 0, or to each part
+  const Item* few = nullptr;  ///< that this block has found; nullptr: GemmArgs::items, or all positions
+                              ///< belong to expert 0, or to each part
   const std::int32_t* slots = nullptr;  ///< [positions], nullptr: the same
   int count = 0;
 
   __device__ __forceinline__ Item at(const GemmArgs& args, int i) const {
-    if (items != nullptr) return items[i];
+    if (few != nullptr) return few[i];
+    if (args.items != nullptr) return args.items[i];
     const int each = args.whole_items, first = i % each * args.tile_tokens;
     return {static_cast<std::int16_t>(i / each),
             static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first};
@@ -211,11 +213,14 @@ struct RingState {
   std::uint64_t full[T::stages], empty[T::stages], known[T::stages];
   Round rounds[T::stages];
 
+  /// By all threads of a team, a stage's barriers by a warp.
   __device__ void init(int thread) {
-    if (thread >= T::stages) return;
-    init_barrier(full + thread, 1 + 32);
-    init_barrier(empty + thread, T::warps);
-    init_barrier(known + thread, 1);
+    static_assert(T::threads / 32 >= T::stages);
+    const int stage = same_in_warp(thread / 32);
+    if (stage >= T::stages || !one_of_warp()) return;
+    init_barrier(full + stage, 1 + 32);
+    init_barrier(empty + stage, T::warps);
+    init_barrier(known + stage, 1);
     publish_barriers();
   }
   /// What a stage belongs to.
@@ -278,10 +283,10 @@ __device__ void copy_weights(const GemmArgs& args, const Items& items, RingState
   }
 }
 
-/// The same where copies are many. (With one function for both, kernels of 8 bits would spill registers.)
+/// The same where copies are small. (With one function for both, kernels of 8 bits would spill registers.)
 template <class T>
-requires(T::many_copies) __device__ void copy_weights(const GemmArgs& args, const Items& items,
-                                                      RingState<T>& ring, std::byte* memory, int* taken) {
+requires(T::small_copies) __device__ void copy_weights(const GemmArgs& args, const Items& items,
+                                                       RingState<T>& ring, std::byte* memory, int* taken) {
   const int lane = threadIdx.x % 32;
   const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
   Rounds<T> rounds;
@@ -315,8 +320,10 @@ requires(T::many_copies) __device__ void copy_weights(const GemmArgs& args, cons
         const std::int64_t from = at + group * args.all_steps;
         copy_bulk_once(to + group * slices * T::step_bytes, of_expert + from * T::step_bytes,
                        steps * T::step_bytes, full);
-        copy_bulk_once(to + T::extras_at + group * slices * T::step_extra_bytes,
-                       of_expert + extras_at + from * T::step_extra_bytes, steps * T::step_extra_bytes, full);
+        if constexpr (T::P.apart())
+          copy_bulk_once(to + T::extras_at + group * slices * T::step_extra_bytes,
+                         of_expert + extras_at + from * T::step_extra_bytes, steps * T::step_extra_bytes,
+                         full);
       }
     }
     if (groups == 0) return;

@@ -3,11 +3,11 @@
 /// The kernel of moe_gemm.h for many tokens an expert: multiplies by warpgroups (wgmma.cuh). Weights are the
 /// A operand, decoded into registers; tokens are the B operand, read from shared memory.
 ///
-/// Two warps fill rings of stages (moe_wgmma_ring.cuh). For few tokens four warpgroups multiply, each warp
-/// the 16 rows of a unit: some decode while others multiply. For many tokens two do, each warp two units in
-/// turn: a batch of columns of one unit is decoded while one of the other is multiplied. Where scales belong
-/// to groups of columns, sums are in units of the group's scale, and are brought to the next one's between
-/// two batches.
+/// Two or three warps fill rings of stages (moe_wgmma_ring.cuh). For few tokens four warpgroups multiply,
+/// each warp the 16 rows of a unit: some decode while others multiply. For many tokens two do, each warp two
+/// units in turn: a batch of columns of one unit is decoded while one of the other is multiplied. Where
+/// scales belong to groups of columns, sums are in units of the group's scale, and are brought to the next
+/// one's between two batches.
 
 #include "cuda/moe_gemm.cuh"
 #include "cuda/moe_wgmma_finish.cuh"
@@ -379,14 +379,17 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
   const int warp = threadIdx.x / 32;
   if (warp >= T::warps) {
     give_registers<T::fill_registers>();
+    if (!args.routed_early) wait_for_previous_kernel();
     if (warp == T::warps) {
-      if (!args.routed_early) wait_for_previous_kernel();
-      copy_tile_weights<T>(args, ring, memory);
+      copy_tile_weights<T, false>(args, ring, memory);
     } else if (warp == T::warps + 1) {
+      find_tiles<T>(args, ring.inputs_ahead, 0);
       wait_for_previous_kernel();
       global_memory_to_copies();
       let_next_kernel_start();
       copy_tile_inputs<T>(args, ring, memory);
+    } else if (warp == T::warps + 2) {
+      if constexpr (T::P.apart()) copy_tile_weights<T, true>(args, ring, memory);
     }
   } else {
     take_registers<T::registers>();

@@ -103,30 +103,25 @@ __device__ __forceinline__ int sharing(const GemmArgs& args) {
 /// the next tile's. Thread blocks that share an item's tokens have neighbouring tiles, this one the tile of
 /// its rank, which may lie behind all weights.
 template <class T>
-__device__ __forceinline__ Tile tile_at(const GemmArgs& args, int items, int i) {
+__device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i) {
   const int blocks = sharing<T>(args), per_item = tiles_of_item(args.groups, T::groups, blocks);
-  if (i >= items * per_item) return {};
-  int begin = i / per_item, width = 0;  // of the band
-  if (args.items != nullptr) {
-    const Item item = args.items[begin];
-    begin -= item.in_band;
-    width = item.band_items;
-  } else {
-    begin -= begin % kMostBandItems;
-    width = min(kMostBandItems, items - begin);
-  }
+  const bool cut = args.items != nullptr;
+  const int near = i / per_item;  // of the same band
+  // Read before it is known whether it is there, as loads that wait for each other are a kernel's start.
+  CutItem item = cut ? args.items[min(near, args.most_items - 1)] : CutItem{};
+  const int items = cut ? *args.item_count : args.whole_items * args.parts;
+  if (near >= items) return {};
+  const int begin = near - (cut ? item.in_band : near % kMostBandItems),
+            width = cut ? item.band_items : min(kMostBandItems, items - begin);
   const int rest = i - begin * per_item, at = begin + rest % width,
             group = (rest / width * blocks + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
-  if (args.items != nullptr) {
-    const Item item = args.items[at];
-    return {item.expert, item.count, item.first, item.first + args.expert_rows[item.expert], group};
+  if (cut) {
+    if (at != near) item = args.items[at];
+    return {item.expert, item.count, item.first, item.row, group};
   }
   const int each = args.whole_items, first = at % each * args.tile_tokens;
   return {static_cast<std::int16_t>(at / each),
           static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first, group};
-}
-__device__ __forceinline__ int count_items(const GemmArgs& args) {
-  return args.items != nullptr ? *args.item_count : args.whole_items * args.parts;
 }
 
 /// The place of a stage, and the parity of its phase.
@@ -142,20 +137,22 @@ struct StagePlace {
 };
 
 /// The next tiles of a block, which a warp's lanes look for together.
-inline constexpr int kTilesAhead = 16;
+inline constexpr int kTilesAhead = 8;
 using TilesAhead = Tile[kTilesAhead];
 
-/// Tile i of this block, or none. All lanes come here, for 0, 1, ..
+/// Looks for tiles i, i + 1, .. of this block. All lanes come here.
+template <class T>
+__device__ __forceinline__ void find_tiles(const GemmArgs& args, TilesAhead& ahead, int i) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  if (lane < kTilesAhead)
+    ahead[lane] = tile_at<T>(args, static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / sharing<T>(args));
+  __syncwarp();
+}
+/// Tile i of this block, or none. All lanes come here, for 0, whose tiles have been found, 1, ..
 template <class T>
 __device__ __forceinline__ Tile tile_of_block(const GemmArgs& args, TilesAhead& ahead, int i) {
-  const int lane = threadIdx.x % 32;
-  if (i % kTilesAhead == 0) {
-    __syncwarp();
-    if (lane < kTilesAhead)
-      ahead[lane] = tile_at<T>(args, count_items(args),
-                               static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / sharing<T>(args));
-    __syncwarp();
-  }
+  if (i > 0 && i % kTilesAhead == 0) find_tiles<T>(args, ahead, i);
   return ahead[i % kTilesAhead];
 }
 
@@ -165,19 +162,22 @@ struct WarpgroupRing {
   std::uint64_t weights_full[T::most_stages], weights_empty[T::most_stages];
   std::uint64_t inputs_full[T::most_stages], inputs_empty[T::most_stages];
   Tile tiles[T::most_stages];  ///< of stages of weights
-  TilesAhead weights_ahead, inputs_ahead;
+  TilesAhead weights_ahead, extras_ahead, inputs_ahead;
   Stages<T> stages;
   static constexpr bool with_tables = T::bytes && T::P.for_bytes;
   ByteTable tables[with_tables ? kByteTables : 1];
 
+  /// By all threads, a stage's barriers by a warp.
   __device__ void init(const GemmArgs& args) {
-    if (threadIdx.x == 0) stages = Stages<T>(args.tile_tokens);
+    static_assert(T::threads / 32 > T::most_stages);
+    if (threadIdx.x == T::threads - 1) stages = Stages<T>(args.tile_tokens);
     if (with_tables && threadIdx.x < kByteTables) tables[threadIdx.x] = byte_table(threadIdx.x);
-    if (threadIdx.x >= T::most_stages) return;
-    init_barrier(weights_full + threadIdx.x, 1);
-    init_barrier(weights_empty + threadIdx.x, T::warps);
-    init_barrier(inputs_full + threadIdx.x, 1);
-    init_barrier(inputs_empty + threadIdx.x, T::warps * sharing<T>(args));
+    const int stage = same_in_warp(threadIdx.x / 32);
+    if (stage >= T::most_stages || !one_of_warp()) return;
+    init_barrier(weights_full + stage, T::P.apart() ? 2 : 1);
+    init_barrier(weights_empty + stage, T::warps);
+    init_barrier(inputs_full + stage, 1);
+    init_barrier(inputs_empty + stage, T::warps * sharing<T>(args));
     publish_barriers();
   }
 };
@@ -232,27 +232,28 @@ __device__ __forceinline__ Tile same_in_warp(const Tile& tile) {
           same_in_warp(tile.row), same_in_warp(tile.first_group)};
 }
 
-/// Copies weights, a stage as soon as it has been read; by one warp. Lanes copy a group each, in turn: a copy
-/// each 90 clocks (same_in_warp). A stage's all at once, by one lane, make layers 3 to 10 % slower.
-template <class T>
+/// Copies weights' records, or (`kExtras`) their scales and zeros that lie apart, a stage as soon as it has
+/// been read; by a warp for each. Lanes copy a group each, in turn: a copy each 90 clocks (same_in_warp). A
+/// stage's all at once, by one lane, make layers of many tokens 3 to 10 % slower.
+template <class T, bool kExtras>
 __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
   const Stages<T>& stages = ring.stages;  // not kept in registers
-  const int lane = threadIdx.x % 32;
-  const bool extra = lane >= T::groups, copies = !extra || T::P.apart();
-  const int group = extra ? (lane - T::groups) * T::extra_groups : lane;
+  TilesAhead& ahead = kExtras ? ring.extras_ahead : ring.weights_ahead;
+  constexpr int each = kExtras ? T::step_extra_bytes : T::step_bytes;
+  const int lane = threadIdx.x % 32, group = kExtras ? lane * T::extra_groups : lane;
   const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
   const std::int64_t extras_at = static_cast<std::int64_t>(args.groups) * args.all_steps * T::step_bytes;
-  const int each = extra ? T::step_extra_bytes : T::step_bytes;
   std::byte* to = memory + stages.weights_at +
-                  (extra ? T::extras_at + group * T::group_extra_bytes : group * T::group_bytes);
+                  (kExtras ? T::extras_at + group * T::group_extra_bytes : group * T::group_bytes);
   StagePlace place;
   bool all_filled = false;  // once
+  find_tiles<T>(args, ahead, 0);
   for (int i = 0;; ++i) {
-    const Tile tile = tile_of_block<T>(args, ring.weights_ahead, i);
+    const Tile tile = tile_of_block<T>(args, ahead, i);
     const int groups = max(0, min(T::groups, args.groups - tile.first_group)),
-              extras = (groups + T::extra_groups - 1) / T::extra_groups;
+              copies = kExtras ? (groups + T::extra_groups - 1) / T::extra_groups : groups;
     const std::byte* from = args.weights + tile.expert * args.expert_stride + begin +
-                            (extra ? extras_at : std::int64_t{0}) +
+                            (kExtras ? extras_at : std::int64_t{0}) +
                             (static_cast<std::int64_t>(tile.first_group + group) * args.all_steps +
                              tile.expert * args.part_steps) *
                                 each;
@@ -261,12 +262,12 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
       std::uint64_t* full = ring.weights_full + place.index;
       const int steps = tile.count == 0 ? 0 : min(T::steps, args.steps - step);
       if (lane == 0) {
-        ring.tiles[place.index] = tile;
-        expect_bytes(full, steps * (groups * T::step_bytes + extras * T::step_extra_bytes));
+        if constexpr (!kExtras) ring.tiles[place.index] = tile;
+        expect_bytes(full, steps * copies * each);
       }
       __syncwarp();
       if (tile.count == 0) return;
-      if (copies && group < groups) {
+      if (lane < copies) {
         // Of many tokens, several items read the same weights.
         constexpr auto copy = T::may_share ? copy_bulk : copy_bulk_once;
         copy(to + place.index * T::weight_bytes, from, steps * each, full);

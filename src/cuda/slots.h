@@ -33,9 +33,10 @@ struct ItemArgs {
   const std::int32_t* expert_offsets = nullptr;
   std::int32_t rows = 0;
   std::int32_t most_items = 0;  ///< that there is room for
-  Item* items = nullptr;        ///< of routing, nullptr: none are cut
+  CutItem* items = nullptr;     ///< of routing, nullptr: none are cut
   std::int32_t* item_count = nullptr;
-  std::int32_t* expert_rows = nullptr;                    ///< GemmArgs::expert_rows; or nullptr
+  /// [experts] Of tiles: the row of position p is p and this. Or nullptr, and items have no rows.
+  std::int32_t* expert_rows = nullptr;
   std::int32_t tokens = kTileTokens, step = kTileTokens;  ///< tokens: a multiple of step; step: of 8
 };
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
