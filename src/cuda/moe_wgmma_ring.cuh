@@ -174,7 +174,7 @@ struct WarpgroupRing {
     if (with_tables && threadIdx.x < kByteTables) tables[threadIdx.x] = byte_table(threadIdx.x);
     const int stage = same_in_warp(threadIdx.x / 32);
     if (stage >= T::most_stages || !one_of_warp()) return;
-    init_barrier(weights_full + stage, T::P.apart() ? 2 : 1);
+    init_barrier(weights_full + stage, T::P.apart() ? 2 : 1);  // by each warp that copies
     init_barrier(weights_empty + stage, T::warps);
     init_barrier(inputs_full + stage, 1);
     init_barrier(inputs_empty + stage, T::warps * sharing<T>(args));
