@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <map>
-
 #include "tools/cli.h"
 #include "tools/measured.h"
 
@@ -11,15 +9,6 @@ namespace gatefold::cli {
 namespace {
 
 const std::map<std::string, BenchFrom> froms = {{"ids", BenchFrom::ids}, {"logits", BenchFrom::logits}};
-const std::map<std::string, BenchRouting> routings = {
-    {"uniform", BenchRouting::uniform}, {"skew", BenchRouting::skew}, {"single", BenchRouting::single}};
-
-template <class Value>
-std::string name_of(const std::map<std::string, Value>& names, Value value) {
-  for (const auto& [name, named] : names)
-    if (named == value) return name;
-  return {};
-}
 
 Json to_json(const BenchRow& row) {
   return {{"scheme", row.scheme},
@@ -158,13 +147,6 @@ void add_bench(Cli& cli) {
       ->check(CLI::IsMember(froms))
       ->type_name("")
       ->default_str("ids");
-  command
-      ->add_option_function<std::string>(
-          "--routing", [options](const std::string& name) { options->routing = routings.at(name); },
-          "Which experts are chosen")
-      ->check(CLI::IsMember(routings))
-      ->type_name("")
-      ->default_str("uniform");
 }
 
 }  // namespace gatefold::cli

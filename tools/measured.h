@@ -4,6 +4,7 @@
 
 #include <fmt/ranges.h>
 
+#include <map>
 #include <memory>
 
 #include "gatefold/bench.h"
@@ -11,10 +12,20 @@
 
 namespace gatefold::cli {
 
+inline const std::map<std::string, BenchRouting> routings = {
+    {"uniform", BenchRouting::uniform}, {"skew", BenchRouting::skew}, {"single", BenchRouting::single}};
+
+template <class Value>
+std::string name_of(const std::map<std::string, Value>& names, Value value) {
+  for (const auto& [name, named] : names)
+    if (named == value) return name;
+  return {};
+}
+
 /// --model and --shape. `shape` must live as long as the command.
 void add_shape(CLI::App* command, BenchShape& shape);
 
-/// Those, --scheme, --tokens, --seconds, --weight-bytes, of BenchOptions or TuneOptions.
+/// Those, --scheme, --tokens, --routing, --seconds, --weight-bytes, of BenchOptions or TuneOptions.
 template <class Options>
 void add_measured(CLI::App* command, const std::shared_ptr<Options>& options) {
   add_shape(command, options->shape);
@@ -27,6 +38,13 @@ void add_measured(CLI::App* command, const std::shared_ptr<Options>& options) {
       ->check(CLI::Range(1, 1 << 20))
       ->type_name("T,...")
       ->default_str(fmt::format("{}", fmt::join(options->tokens, ",")));
+  command
+      ->add_option_function<std::string>(
+          "--routing", [options](const std::string& name) { options->routing = routings.at(name); },
+          "Which experts are chosen")
+      ->check(CLI::IsMember(routings))
+      ->type_name("")
+      ->default_str("uniform");
   command->add_option("--seconds", options->seconds, "At least, for each thing that is measured")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();

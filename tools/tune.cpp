@@ -60,7 +60,9 @@ Status run(const TuneOptions& options, Json* json) {
   });
   if (!rows) return rows.status();
   if (json != nullptr) {
-    *json = {{"model", options.shape.name}, {"rows", Json::array()}};
+    *json = {{"model", options.shape.name},
+             {"routing", name_of(routings, options.routing)},
+             {"rows", Json::array()}};
     for (const TuneRow& row : *rows) (*json)["rows"].push_back(to_json(row));
   }
   return {};

@@ -23,8 +23,9 @@ struct TuneOptions {
   BenchShape shape;
   std::vector<SchemeId> schemes;
   std::vector<int> tokens = {1, 16, 512};
-  int threads = 0;       ///< 0: OpenMP's default
-  double seconds = 1.0;  ///< for each thing that is chosen; not on a GPU
+  BenchRouting routing = BenchRouting::uniform;  ///< what plans are to be fast for
+  int threads = 0;                               ///< 0: OpenMP's default
+  double seconds = 1.0;                          ///< for each thing that is chosen; not on a GPU
   std::uint64_t weight_bytes = 1'000'000'000;
   std::string file = {};  ///< empty: the one that plans read
 };

@@ -57,10 +57,11 @@ Result<std::vector<double>> measure(SyntheticCalls& calls, const MoeSpec& spec, 
   return medians;
 }
 
-Result<TuneRow> tune_row(const SyntheticLayers& layers, int tokens, int threads, double seconds) {
+Result<TuneRow> tune_row(const SyntheticLayers& layers, int tokens, BenchRouting routing, int threads,
+                         double seconds) {
   /// What has to be gained to leave the default.
   constexpr double kGain = 0.99;
-  SyntheticCalls calls(layers, tokens);
+  SyntheticCalls calls(layers, tokens, BenchFrom::ids, routing);
   TuneRow row{.scheme = scheme(layers.spec.scheme).name, .tokens = tokens};
   for (const Choice& choice : choices()) {
     std::vector<CpuTuning> candidates = {row.best};
@@ -107,8 +108,8 @@ Result<std::vector<TuneRow>> tune(const TuneOptions& options,
         SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens) {
-      Result<TuneRow> row = gpu ? tune_row_on_gpu(*layers, tokens, options.device)
-                                : tune_row(*layers, tokens, threads, options.seconds);
+      Result<TuneRow> row = gpu ? tune_row_on_gpu(*layers, tokens, options.routing, options.device)
+                                : tune_row(*layers, tokens, options.routing, threads, options.seconds);
       if (!row) return row.status();
       if (gpu)
         file->set(TuningFile::cuda_key(layers->spec, gpu_name, cuda_token_class(tokens)), row->cuda_best);

@@ -7,7 +7,8 @@
 
 namespace gatefold {
 
-Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, const Device& device) {
+Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, BenchRouting routing,
+                                const Device& device) {
   /// What has to be gained to leave what the model says.
   constexpr double kGain = 0.99;
   constexpr int kRounds = 3, kReplays = 5;
@@ -21,8 +22,7 @@ Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, const
     if (!plan) return plan.status();
     plans.push_back(std::move(*plan));
   }
-  const Result<GpuCalls> calls =
-      GpuCalls::create(layers, tokens, BenchFrom::ids, BenchRouting::uniform, *any);
+  const Result<GpuCalls> calls = GpuCalls::create(layers, tokens, BenchFrom::ids, routing, *any);
   if (!calls) return calls.status();
   Result<cuda::Timer> timer = cuda::Timer::create(device.index);
   if (!timer) return timer.status();

@@ -6,6 +6,7 @@
 namespace gatefold {
 
 /// Times every candidate of a plan on a GPU.
-Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, const Device& device);
+Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, BenchRouting routing,
+                                const Device& device);
 
 }  // namespace gatefold
