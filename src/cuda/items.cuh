@@ -95,7 +95,6 @@ __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, 
   __shared__ std::int32_t first_rows[kMostSortedExperts];  // of tiles
   const ExpertLoads<Offset> loads{args, offset};
   const int experts = args.experts, threads = static_cast<int>(blockDim.x);
-  const bool pads_rows = args.expert_rows != nullptr;
   int rows = 0;
 #pragma unroll 1
   for (int begin = 0; begin < experts; begin += threads) {
@@ -103,7 +102,6 @@ __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, 
     const bool there = expert < experts;
     const ExpertLoad load = there ? loads.of(expert) : ExpertLoad{};
     if (there) ranked[expert] = {rank_of(expert, load.tokens), load.items};
-    if (!pads_rows) continue;
     int all = 0;
     const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all);
     if (there) first_rows[expert] = row;
@@ -136,8 +134,8 @@ __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, 
     }
     const int expert = first + lane / lanes;
     if (expert < experts)
-      write_items(args, expert, loads.of(expert), loads.position(expert), pads_rows ? first_rows[expert] : 0,
-                  at, lane % lanes, lanes);
+      write_items(args, expert, loads.of(expert), loads.position(expert), first_rows[expert], at,
+                  lane % lanes, lanes);
     if (first > 0) continue;
     all = __reduce_add_sync(~0u, all);
     if (lane == 0) *args.item_count = min(all, args.most_items);
@@ -157,8 +155,10 @@ __device__ void cut_items_in_order(const ItemArgs& args, const Offset& offset) {
     int all_items = 0, all_rows = 0;
     const int at = count + exclusive_sum(load.items, &all_items);
     const int row = rows + exclusive_sum((load.tokens + 7) / 8 * 8, &all_rows);
-    if (there && args.expert_rows != nullptr) args.expert_rows[expert] = row - loads.position(expert);
-    if (there) write_items(args, expert, load, loads.position(expert), row, at, 0, 1);
+    if (there) {
+      args.expert_rows[expert] = row - loads.position(expert);
+      write_items(args, expert, load, loads.position(expert), row, at, 0, 1);
+    }
     count += all_items;
     rows += all_rows;
   }

@@ -35,7 +35,7 @@ struct ItemArgs {
   std::int32_t most_items = 0;  ///< that there is room for
   CutItem* items = nullptr;     ///< of routing, nullptr: none are cut
   std::int32_t* item_count = nullptr;
-  /// [experts] Of tiles: the row of position p is p and this. Or nullptr, and items have no rows.
+  /// [experts] Of tiles: the row of position p is p and this.
   std::int32_t* expert_rows = nullptr;
   std::int32_t tokens = kTileTokens, step = kTileTokens;  ///< tokens: a multiple of step; step: of 8
 };
