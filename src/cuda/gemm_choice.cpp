@@ -60,25 +60,62 @@ struct Load {
   int tokens;
 };
 
-/// Experts are equally likely: the numbers follow a binomial distribution, of which some points are taken.
-std::vector<Load> loads(const GemmWork& work, int tokens) {
-  const double share = static_cast<double>(work.top_k) / work.experts, mean = tokens * share;
-  if (share >= 1) return {{static_cast<double>(work.experts), tokens}};
-  constexpr double points = 48;
-  const double width = 4 * std::sqrt(mean * (1 - share)) + 1;
+/// Of so many experts that a token chooses alike: the numbers follow a binomial distribution, of which some
+/// points are taken.
+void add_loads(double experts, double chance, int tokens, double points, std::vector<Load>& all) {
+  const double mean = tokens * chance, width = 4 * std::sqrt(mean * (1 - chance)) + 1;
   const double first = std::max(0.0, std::floor(mean - width)), last = std::min<double>(tokens, mean + width);
   const double step = std::max(1.0, std::ceil((last - first) / points));
-  std::vector<Load> all;
+  const std::size_t begin = all.size();
   double sum = 0;
   for (double count = first; count <= last; count += step) {
     const double likely =
         std::exp(std::lgamma(tokens + 1.0) - std::lgamma(count + 1) - std::lgamma(tokens - count + 1) +
-                 count * std::log(share) + (tokens - count) * std::log1p(-share));
+                 count * std::log(chance) + (tokens - count) * std::log1p(-chance));
     all.push_back({likely, static_cast<int>(count)});
     sum += likely;
   }
-  for (Load& load : all) load.experts *= work.experts / sum;
-  return all;
+  for (std::size_t i = begin; i < all.size(); ++i) all[i].experts *= experts / sum;
+}
+
+/// What experts have by one kind of routing, which so large a part of all calls has.
+struct Loads {
+  double part;
+  std::vector<Load> all;
+};
+
+/// Experts are mostly equally likely. Else the one of rank r is drawn as 1 / (r + 1), as in gatefold bench
+/// --routing skew.
+std::vector<Loads> loads(const GemmWork& work, int tokens) {
+  constexpr double skewed_part = 0.2;
+  if (work.top_k >= work.experts) return {{1, {{static_cast<double>(work.experts), tokens}}}};
+  Loads equal{1 - skewed_part, {}}, skewed{skewed_part, {}};
+  add_loads(work.experts, static_cast<double>(work.top_k) / work.experts, tokens, 48, equal.all);
+  // A token draws those of clocks at rates 1 / (r + 1) that run down first: about those that have run down at
+  // the time when top_k have, in the mean. A half of an octave of ranks is taken for alike.
+  struct Alike {
+    double experts, rate;
+  };
+  std::vector<Alike> ranks;
+  for (double first = 1, next = 0; first <= work.experts; first = next) {
+    next = std::min(std::max(first + 1, std::floor(first * 1.42)), work.experts + 1.0);
+    ranks.push_back({next - first, 1 / std::sqrt(first * (next - 1))});
+  }
+  const auto chance = [](double rate, double time) { return -std::expm1(-rate * time); };
+  const auto chosen = [&](double time) {
+    double sum = 0;
+    for (const Alike& some : ranks) sum += some.experts * chance(some.rate, time);
+    return sum;
+  };
+  double low = 0, high = 1;
+  while (chosen(high) < work.top_k) high *= 2;
+  for (int i = 0; i < 30; ++i) {
+    const double middle = (low + high) / 2;
+    (chosen(middle) < work.top_k ? low : high) = middle;
+  }
+  for (const Alike& some : ranks)
+    add_loads(some.experts, std::min(chance(some.rate, low), 1 - 1e-9), tokens, 12, skewed.all);
+  return {equal, skewed};
 }
 
 /// By how many tokens those of an expert are multiplied, in so many items: kernels have a faster way for
@@ -101,7 +138,7 @@ constexpr double kSum = 4500;  ///< of a kernel that adds up parts
 
 /// Clocks of one multiply.
 double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& choice, int tokens,
-               int multiprocessors) {
+               const std::vector<Load>& loads, int multiprocessors) {
   const PackedFormat format = packed_format(gatefold::scheme(work.scheme));
   const PackedShape shape(format, m.rows, m.k, m.count);
   const Costs costs = costs_of(format, choice);
@@ -111,7 +148,7 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
                tiles_of_item =
                    std::ceil(static_cast<double>(shape.units) / kGroupUnits / choice.kernels[0].tile_groups);
   double read = 0, cached = 0, clocks = 0, tiles = 0;
-  for (const Load& load : loads(work, tokens)) {
+  for (const Load& load : loads) {
     if (load.tokens == 0) continue;
     const int items = (load.tokens + tile - 1) / tile;
     const double of_items = items * load.experts * tiles_of_item;
@@ -133,11 +170,14 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
              1 / kOverlap);
 }
 
-double predict(const GemmWork& work, const GemmChoice& choice, int tokens, int multiprocessors) {
+double predict(const GemmWork& work, const GemmChoice& choice, int tokens, const std::vector<Loads>& routings,
+               int multiprocessors) {
   const bool few = static_cast<std::int64_t>(tokens) * work.top_k <= kFewSlots && work.experts <= kFewExperts;
   const bool finds_items = few && choice.whole && choice.tuning.body == CudaTuning::Body::warps;
   double clocks = work.experts > 1 && !finds_items ? kItems : 0;
-  for (const GemmMatrices& m : work.multiplies) clocks += predict(work, m, choice, tokens, multiprocessors);
+  for (const Loads& routing : routings)
+    for (const GemmMatrices& m : work.multiplies)
+      clocks += routing.part * predict(work, m, choice, tokens, routing.all, multiprocessors);
   return clocks;
 }
 
@@ -207,10 +247,11 @@ int parts_of(const PackedShape& shape, const GemmKernel& kernel, int rows, int m
 }
 
 std::vector<CudaCandidate> GemmTable::candidates(int tokens) const {
+  const std::vector<Loads> routings = loads(work_, tokens);
   std::vector<CudaCandidate> all;
   for (const GemmChoice& choice : choices_)
     all.push_back({.tuning = choice.tuning,
-                   .clocks = predict(work_, choice, tokens, multiprocessors_),
+                   .clocks = predict(work_, choice, tokens, routings, multiprocessors_),
                    .chosen = &choice == &at(tokens)});
   return all;
 }
@@ -224,12 +265,11 @@ std::size_t GemmTable::choose(int tokens, const GemmTableOptions& options) const
   if (const auto token_class = static_cast<std::size_t>(cuda_token_class(tokens));
       token_class < options.tuned.size() && options.tuned[token_class])
     if (const std::size_t tuned = find(*options.tuned[token_class]); tuned < choices_.size()) return tuned;
-  std::size_t best = 0;
-  double least = 0;
-  for (std::size_t i = 0; i < choices_.size(); ++i)
-    if (const double clocks = predict(work_, choices_[i], tokens, multiprocessors_); i == 0 || clocks < least)
-      best = i, least = clocks;
-  return best;
+  const std::vector<Loads> routings = loads(work_, tokens);
+  std::vector<double> clocks;
+  for (const GemmChoice& choice : choices_)
+    clocks.push_back(predict(work_, choice, tokens, routings, multiprocessors_));
+  return static_cast<std::size_t>(std::ranges::min_element(clocks) - clocks.begin());
 }
 
 Result<GemmTable> GemmTable::create(const GemmWork& work, const DeviceInfo& device,
