@@ -87,7 +87,7 @@ struct Loads {
 /// Experts are mostly equally likely. Else the one of rank r is drawn as 1 / (r + 1), as in gatefold bench
 /// --routing skew.
 std::vector<Loads> loads(const GemmWork& work, int tokens) {
-  constexpr double skewed_part = 0.2;
+  constexpr double skewed_part = 0.1;
   if (work.top_k >= work.experts) return {{1, {{static_cast<double>(work.experts), tokens}}}};
   Loads equal{1 - skewed_part, {}}, skewed{skewed_part, {}};
   add_loads(work.experts, static_cast<double>(work.top_k) / work.experts, tokens, 48, equal.all);

@@ -87,6 +87,14 @@ struct ExpertLoads {
   }
 };
 
+/// By block `part` of `parts`.
+__device__ __forceinline__ void clear_progress(const ItemArgs& args, int part, int parts) {
+#pragma unroll 1
+  for (int i = part * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); i < args.progress_size;
+       i += parts * static_cast<int>(blockDim.x))
+    args.progress[i] = 0;
+}
+
 /// Experts with most tokens come first: what is left to the end is then small. By block `part` of `parts`,
 /// which cuts those of some experts, of at most kMostSortedExperts.
 template <class Offset>
@@ -95,6 +103,7 @@ __device__ void cut_items(const ItemArgs& args, const Offset& offset, int part, 
   __shared__ std::int32_t first_rows[kMostSortedExperts];  // of tiles
   const ExpertLoads<Offset> loads{args, offset};
   const int experts = args.experts, threads = static_cast<int>(blockDim.x);
+  clear_progress(args, part, parts);
   int rows = 0;
 #pragma unroll 1
   for (int begin = 0; begin < experts; begin += threads) {
@@ -147,6 +156,7 @@ template <class Offset>
 __device__ void cut_items_in_order(const ItemArgs& args, const Offset& offset) {
   const ExpertLoads<Offset> loads{args, offset};
   int count = 0, rows = 0;
+  clear_progress(args, 0, 1);
 #pragma unroll 1
   for (int begin = 0; begin < args.experts; begin += static_cast<int>(blockDim.x)) {
     const int expert = begin + static_cast<int>(threadIdx.x);

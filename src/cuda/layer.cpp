@@ -41,6 +41,8 @@ struct LayerBuffers {
   Buffer<CutItem> items;
   std::int32_t most_items = 0;
   Buffer<std::int32_t> item_count, expert_rows;
+  Buffer<std::int32_t> progress;  ///< GemmArgs::next_tile of both multiplies, then GemmChain::finished
+  std::int32_t progress_size = 0;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
 
@@ -63,6 +65,8 @@ struct LayerBuffers {
     items = {layout.add<CutItem>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
     expert_rows = {layout.add<std::int32_t>("expert_rows", experts)};
+    progress_size = static_cast<std::int32_t>(2 + tile_rows(slots, experts) / 8);
+    progress = {layout.add<std::int32_t>("progress", static_cast<std::size_t>(progress_size))};
     routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
                         tile_rows(slots, experts), layout);
     if (spec.shared.intermediate != 0)
@@ -124,13 +128,21 @@ class LayerRun {
       in.x_is_old = !few();  // the kernel before sorts slots
       then("round inputs", launch_inputs, in, stream_);
     }
-    then("multiply by gate and up", launch_gemm, gate_up, first, multiprocessors(), stream_);
-    round_mid(b_.routed, slots_, per_slot, down);
+    if (gate_up.chains) first.next_tile = b_.progress.at(base_);
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
+    if (down.chains) second.next_tile = b_.progress.at(base_) + 1;
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    then("multiply by down", launch_gemm, down, second, multiprocessors(), stream_);
-
+    const bool chained =
+        gate_up.chains && gate_up.function == down.function && !b_.routed.mid.activation.quantized();
+    if (chained) {
+      then("multiply", launch_chain, gate_up, first, second, b_.progress.at(base_) + 2, multiprocessors(),
+           stream_);
+    } else {
+      then("multiply by gate and up", launch_gemm, gate_up, first, multiprocessors(), stream_);
+      round_mid(b_.routed, slots_, per_slot, down);
+      then("multiply by down", launch_gemm, down, second, multiprocessors(), stream_);
+    }
     if (spec_.shared.intermediate != 0) run_shared();
     then("add slots up", launch_combine, combine(), stream_);
     give_routing();
@@ -230,6 +242,8 @@ class LayerRun {
             .items = b_.items.at(base_),
             .item_count = b_.item_count.at(base_),
             .expert_rows = b_.expert_rows.at(base_),
+            .progress = kernel.chains ? b_.progress.at(base_) : nullptr,
+            .progress_size = kernel.chains ? b_.progress_size : 0,
             .tokens = kernel.tokens,
             .step = kernel.token_step};
   }

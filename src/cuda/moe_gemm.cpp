@@ -34,6 +34,16 @@ int sharing_blocks(const GemmKernel& kernel, int groups, int multiprocessors) {
   return kernel.may_share && multiprocessors > 1 && (tiles % 2 == 0 || tiles >= 32) ? 2 : 1;
 }
 
+/// With what the launch sets.
+GemmArgs complete(const GemmKernel& kernel, GemmArgs args, int multiprocessors) {
+  args.tile_tokens = kernel.tokens;
+  args.whole_items = (args.slots + kernel.tokens - 1) / kernel.tokens;
+  args.all_steps = args.steps * args.parts;
+  args.part_steps = args.parts > 1 ? args.steps : 0;
+  args.sharing_blocks = sharing_blocks(kernel, args.groups, multiprocessors);
+  return args;
+}
+
 }  // namespace
 
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
@@ -54,13 +64,9 @@ cudaError_t prepare_gemm(const GemmKernel& kernel) {
 
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
                         cudaStream_t stream) {
-  GemmArgs own = args;
-  own.tile_tokens = kernel.tokens;
-  own.whole_items = (args.slots + kernel.tokens - 1) / kernel.tokens;
-  own.all_steps = args.steps * args.parts;
-  own.part_steps = args.parts > 1 ? args.steps : 0;
-  own.sharing_blocks = sharing_blocks(kernel, args.groups, multiprocessors);
-  void* parameters[] = {&own};
+  GemmArgs own = complete(kernel, args, multiprocessors);
+  GemmChain chain{.of = {own, {}}};
+  void* parameters[] = {kernel.tiled ? static_cast<void*>(&chain) : &own};
   const int teams = teams_for(kernel, args, multiprocessors);
   return launch_dependent(
       kernel.function,
@@ -70,6 +76,20 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
        .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes + teams * kernel.team_bytes),
        .cluster = static_cast<unsigned>(own.sharing_blocks)},
       parameters);
+}
+
+cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,
+                         std::int32_t* finished, int multiprocessors, cudaStream_t stream) {
+  GemmChain chain{.of = {complete(kernel, first, multiprocessors), complete(kernel, second, multiprocessors)},
+                  .count = 2,
+                  .finished = finished};
+  void* parameters[] = {&chain};
+  return launch_dependent(kernel.function,
+                          {.blocks = static_cast<unsigned>(multiprocessors),
+                           .threads = static_cast<unsigned>(kernel.threads),
+                           .stream = stream,
+                           .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes + kernel.team_bytes)},
+                          parameters);
 }
 
 }  // namespace gatefold::cuda

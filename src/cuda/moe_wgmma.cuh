@@ -173,8 +173,8 @@ __device__ __forceinline__ EndScales end_scales(const GemmArgs& args, const Tile
 /// and multiplied batch by batch.
 template <class T, int N>
 requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
-    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
-                  Places& at, std::byte* memory, TileResult<T>& result) {
+    multiply_tile(const GemmChain& chain, const Tile& next, const WarpgroupRing<T>& ring,
+                  const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   static_assert(!T::record_scales);
   constexpr int kBatches = kRecordColumns / T::batch;
   const Stages<T> stages = ring.stages;  // in registers
@@ -183,6 +183,7 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
   to.clear();
   Fragments<T> fragments[2];
   StageRecords<T> records;
+  const int steps = multiply_of<T>(chain, next).steps;
   const auto release_weights = [&] {
     if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
     at.weights.advance(stages.weights);
@@ -193,7 +194,7 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
     records.enter(stages.weights_at + at.weights.index * T::weight_bytes);
 #pragma unroll
     for (int of_stage = 0; of_stage < T::steps; ++of_stage) {
-      if (of_stage > 0 && step + of_stage == args.steps) break;
+      if (of_stage > 0 && step + of_stage == steps) break;
       const int of_inputs = of_stage % T::input_steps;
       const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
       if (of_inputs == 0) wait_barrier(inputs_full, at.inputs.parity);
@@ -222,12 +223,12 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
         else
           wait_for_multiplies<0>();
       }
-      if (of_inputs + 1 < T::input_steps && step + of_stage + 1 < args.steps) continue;
+      if (of_inputs + 1 < T::input_steps && step + of_stage + 1 < steps) continue;
       __syncwarp();
-      barriers.release_inputs(args, inputs_full);
+      barriers.release_inputs(chain.of[0], inputs_full);
       at.inputs.advance(stages.inputs);
     }
-    if ((step += T::steps) >= args.steps) break;
+    if ((step += T::steps) >= steps) break;
     release_weights();
   }
   const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
@@ -241,8 +242,8 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
 /// the next step are waited for.
 template <class T, int N>
 requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
-    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
-                  Places& at, std::byte* memory, TileResult<T>& result) {
+    multiply_tile(const GemmChain& chain, const Tile& next, const WarpgroupRing<T>& ring,
+                  const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   static_assert(T::input_steps == 1);
   constexpr PackedFormat P = T::P;
   constexpr int kParts = kRecordColumns / T::batch * T::units;  // of a step: batches of columns by units
@@ -277,7 +278,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   enter_weights();
   decode(0, 0);
   std::uint32_t rows = wait_for_inputs(at.inputs);
-  int left = args.steps;  // that are not multiplied
+  int left = multiply_of<T>(chain, next).steps;  // that are not multiplied
   // Step kStep of a stage of weights. Returns whether it was the last one of all.
   const auto multiply_step = [&]<int kStep>() {
     const std::uint32_t columns = __shfl_sync(~0u, rows, 0);  // the same for all lanes
@@ -321,7 +322,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
                          reinterpret_cast<const float*>(x_scales) + lane % 4 * 2);
         __syncwarp();
       }
-      barriers.release_inputs(args, barriers.inputs_full + at.inputs.index * 8);
+      barriers.release_inputs(chain.of[0], barriers.inputs_full + at.inputs.index * 8);
       at.inputs = next_inputs;
     }
     return last;
@@ -342,38 +343,46 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
 
 /// By the first loop from this one on that has enough tokens.
 template <class T, int kLoop = 0>
-__device__ __forceinline__ Tile multiply_tile_of(const GemmArgs& args, const WarpgroupRing<T>& ring,
-                                                 const RingBarriers<T>& barriers, int count, Places& at,
+__device__ __forceinline__ Tile multiply_tile_of(const GemmChain& chain, const Tile& next,
+                                                 const WarpgroupRing<T>& ring,
+                                                 const RingBarriers<T>& barriers, Places& at,
                                                  std::byte* memory, TileResult<T>& result) {
   constexpr int N = T::loops.tokens[kLoop];
   if constexpr (N < T::tokens)
-    if (count > N) return multiply_tile_of<T, kLoop + 1>(args, ring, barriers, count, at, memory, result);
-  return multiply_tile<T, N>(args, ring, barriers, at, memory, result);
+    if (next.count > N)
+      return multiply_tile_of<T, kLoop + 1>(chain, next, ring, barriers, at, memory, result);
+  return multiply_tile<T, N>(chain, next, ring, barriers, at, memory, result);
 }
 
 template <class T>
-__device__ __forceinline__ void multiply_tiles(const GemmArgs& args, const WarpgroupRing<T>& ring,
+__device__ __forceinline__ void multiply_tiles(const GemmChain& chain, WarpgroupRing<T>& ring,
                                                std::byte* memory) {
   const RingBarriers<T> barriers(ring);
   for (Places at;;) {
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
     const Tile next = read_by_lane_0(ring.tiles[at.weights.index]);
     if (next.count == 0) return;
-    copy_end_scales<T>(args, next, memory);
+    copy_end_scales<T>(chain.of[0], next, memory);
     TileResult<T> result;
-    const Tile tile = multiply_tile_of<T>(args, ring, barriers, next.count, at, memory, result);
+    const Tile tile = multiply_tile_of<T>(chain, next, ring, barriers, at, memory, result);
+    const GemmArgs& args = multiply_of<T>(chain, tile);
     finish_tile<T>(args, tile, end_scales<T>(args, tile, memory), memory, result);
+    if constexpr (chains<T>) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive(ring.found.multiplied + tile.place);
+    }
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant__ GemmArgs args) {
+__global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant__ GemmChain chain) {
   extern __shared__ __align__(1024) uint4 shared[];
   __shared__ WarpgroupRing<T> ring;
   static_assert((sizeof(ring) + 1023) / 1024 * 1024 + T::shared_bytes <= kSharedBytes);
   auto* memory = reinterpret_cast<std::byte*>(shared);
   memory += (1024 - shared_address(memory) % 1024) % 1024;
 
+  const GemmArgs& args = chain.of[0];
   ring.init(args);
   T::may_share ? sync_cluster() : __syncthreads();
   const int warp = threadIdx.x / 32;
@@ -381,20 +390,22 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
     give_registers<T::fill_registers>();
     if (!args.routed_early) wait_for_previous_kernel();
     if (warp == T::warps) {
-      copy_tile_weights<T, false>(args, ring, memory);
+      copy_tile_weights<T, false>(chain, ring, memory);
     } else if (warp == T::warps + 1) {
-      find_tiles<T>(args, ring.inputs_ahead, 0);
+      if constexpr (!chains<T>) find_tiles<T>(args, ring.found.inputs, 0);
       wait_for_previous_kernel();
       global_memory_to_copies();
       let_next_kernel_start();
-      copy_tile_inputs<T>(args, ring, memory);
+      copy_tile_inputs<T>(chain, ring, memory);
     } else if (warp == T::warps + 2) {
-      if constexpr (T::P.apart()) copy_tile_weights<T, true>(args, ring, memory);
+      if constexpr (T::P.apart()) copy_tile_weights<T, true>(chain, ring, memory);
+    } else {
+      if constexpr (chains<T>) find_tiles_for_all<T>(chain, ring.found);
     }
   } else {
     take_registers<T::registers>();
     wait_for_previous_kernel();
-    multiply_tiles<T>(args, ring, memory);
+    multiply_tiles<T>(chain, ring, memory);
   }
   if constexpr (T::may_share) sync_cluster();  // no block ends while another one writes to its memory
 }

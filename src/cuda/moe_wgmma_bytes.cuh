@@ -160,9 +160,10 @@ __device__ __forceinline__ void wait_for_inputs(const RingBarriers<T>& barriers,
 /// before, is decoded, and the one after it is loaded.
 template <class T, int N>
 requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline__ Tile
-    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
-                  Places& at, std::byte* memory, TileResult<T>& result) {
+    multiply_tile(const GemmChain& chain, const Tile&, const WarpgroupRing<T>& ring,
+                  const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
+  const GemmArgs& args = chain.of[0];
   static_assert(!T::record_scales && T::steps == 2);
   const UnitPlace<T> places[2] = {UnitPlace<T>(0), UnitPlace<T>(1)};
   const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
@@ -242,9 +243,10 @@ requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline_
 /// decoded, and the one after it is loaded.
 template <class T, int N>
 requires(T::bytes && !T::from_memory && T::units == 1) __device__ __forceinline__ Tile
-    multiply_tile(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
-                  Places& at, std::byte* memory, TileResult<T>& result) {
+    multiply_tile(const GemmChain& chain, const Tile&, const WarpgroupRing<T>& ring,
+                  const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
+  const GemmArgs& args = chain.of[0];
   static_assert(!T::record_scales && T::steps == 2 && T::input_steps == 1);
   constexpr int kBlocks = ByteFragments<T>::blocks, kPieces = T::parts && N > 112 ? 2 : 1,
                 kPiece = N / kPieces;

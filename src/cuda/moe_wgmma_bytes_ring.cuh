@@ -115,13 +115,14 @@ requires(T::bytes) struct Stages<T> {
 /// Copies activations, a stage as soon as it has been read; by one lane, whichever, of a warp.
 template <class T>
 requires(T::bytes) __device__
-    void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
+    void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring, std::byte* memory) {
   using S = Stages<T>;
+  const GemmArgs& args = chain.of[0];
   const GemmInputs& in = args.inputs;
   StagePlace place;
   bool all_filled = false;  // once
   for (int i = 0;; ++i) {
-    const Tile tile = same_in_warp(tile_of_block<T>(args, ring.inputs_ahead, i));
+    const Tile tile = same_in_warp(tile_of_block<T, Filler::inputs>(chain, ring, i));
     if (tile.count == 0) return;
     const int rows = (tile.count + 7) / 8 * 8;
     const OwnRows<T> own(args, rows);

@@ -2,10 +2,11 @@
 /// \file
 /// What a kernel of moe_wgmma.cuh is made for, and how its operands come to shared memory.
 ///
-/// A tile is 8 groups of units (256 rows) by the tokens of an item. Thread blocks take tiles in turn, in an
-/// order in which the items of one expert read the same weights at about the same time, out of the L2 cache.
-/// Two rings of stages run ahead of the multiplies: weights, the next one or two steps of each group of a
-/// tile, and activations, the next 128 columns of the tokens, which lie in memory as the multiply reads them.
+/// A tile is 8 groups of units (256 rows) by the tokens of an item. Thread blocks take tiles in turn, or as
+/// they come to them, in an order in which the items of one expert read the same weights at about the same
+/// time, out of the L2 cache. Two rings of stages run ahead of the multiplies: weights, the next one or two
+/// steps of each group of a tile, and activations, the next 128 columns of the tokens, which lie in memory as
+/// the multiply reads them.
 
 #include "cuda/decode_bytes.h"
 #include "cuda/moe_gemm_ring.cuh"
@@ -90,8 +91,19 @@ struct Stages {
 /// A tile of an item; of no tokens: there are no more.
 struct alignas(16) Tile {
   std::int16_t expert = 0, count = 0;
-  std::int32_t first = 0, row = 0, first_group = 0;  ///< position, and its row among tiles
+  std::int32_t first = 0, row = 0;  ///< position, and its row among tiles
+  /// Of units; its place among FoundTiles; whether it is of the second multiply of a chain.
+  std::uint32_t first_group : 28 = 0, place : 3 = 0, second : 1 = 0;
 };
+
+/// GemmKernel::chains.
+template <class T>
+inline constexpr bool chains = !T::bytes && !T::may_share;
+/// The multiply of a tile.
+template <class T>
+__device__ __forceinline__ const GemmArgs& multiply_of(const GemmChain& chain, const Tile& tile) {
+  return chain.of[chains<T> ? tile.second : 0];
+}
 
 /// So many blocks share an item's tokens.
 template <class T>
@@ -117,11 +129,22 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i) {
             group = (rest / width * blocks + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
   if (cut) {
     if (at != near) item = args.items[at];
-    return {item.expert, item.count, item.first, item.row, group};
+    return {item.expert, item.count, item.first, item.row, static_cast<std::uint32_t>(group)};
   }
   const int each = args.whole_items, first = at % each * args.tile_tokens;
   return {static_cast<std::int16_t>(at / each),
-          static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first, group};
+          static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first,
+          static_cast<std::uint32_t>(group)};
+}
+/// Of both multiplies of a chain.
+template <class T>
+__device__ __forceinline__ Tile tile_at(const GemmChain& chain, int i) {
+  const GemmArgs& first = chain.of[0];
+  Tile tile = tile_at<T>(first, i);
+  if (tile.count > 0 || chain.count == 1) return tile;
+  tile = tile_at<T>(chain.of[1], i - *first.item_count * tiles_of_item(first.groups, T::groups, 1));
+  tile.second = 1;
+  return tile;
 }
 
 /// The place of a stage, and the parity of its phase.
@@ -136,7 +159,7 @@ struct StagePlace {
   }
 };
 
-/// The next tiles of a block, which a warp's lanes look for together.
+/// The next tiles of a block in turn, which a warp's lanes look for together.
 inline constexpr int kTilesAhead = 8;
 using TilesAhead = Tile[kTilesAhead];
 
@@ -149,20 +172,37 @@ __device__ __forceinline__ void find_tiles(const GemmArgs& args, TilesAhead& ahe
     ahead[lane] = tile_at<T>(args, static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / sharing<T>(args));
   __syncwarp();
 }
-/// Tile i of this block, or none. All lanes come here, for 0, whose tiles have been found, 1, ..
-template <class T>
-__device__ __forceinline__ Tile tile_of_block(const GemmArgs& args, TilesAhead& ahead, int i) {
-  if (i > 0 && i % kTilesAhead == 0) find_tiles<T>(args, ahead, i);
-  return ahead[i % kTilesAhead];
-}
 
-/// What belongs to the stages in shared memory.
+/// The next tiles of a block in turn, or as they come to it, which a warp finds for all.
+struct FoundTiles {
+  static constexpr int kMost = 8;
+  Tile tiles[kMost];
+  std::uint64_t there[kMost], multiplied[kMost];
+  volatile int wanted;  ///< so many are to be found
+
+  __device__ void init(int i, int multiplying_warps) {
+    if (i == 0) wanted = 1;
+    init_barrier(there + i, 1);
+    init_barrier(multiplied + i, multiplying_warps);
+  }
+  /// Tile i of the block, or none. All lanes of a warp come here, for 0, 1, ..
+  __device__ __forceinline__ Tile get(int i) const {
+    wait_barrier(shared_address(there + i % kMost), i / kMost % 2);
+    return tiles[i % kMost];
+  }
+};
+
+/// What belongs to the stages in shared memory. Kernels that do not chain take tiles in turn, which each warp
+/// that copies finds by itself: with one warp for all, fp8 by fp8 took 2 to 3 % longer.
 template <class T>
 struct WarpgroupRing {
   std::uint64_t weights_full[T::most_stages], weights_empty[T::most_stages];
   std::uint64_t inputs_full[T::most_stages], inputs_empty[T::most_stages];
   Tile tiles[T::most_stages];  ///< of stages of weights
-  TilesAhead weights_ahead, extras_ahead, inputs_ahead;
+  struct Ahead {
+    TilesAhead weights, extras, inputs;
+  };
+  std::conditional_t<chains<T>, FoundTiles, Ahead> found;
   Stages<T> stages;
   static constexpr bool with_tables = T::bytes && T::P.for_bytes;
   ByteTable tables[with_tables ? kByteTables : 1];
@@ -178,10 +218,32 @@ struct WarpgroupRing {
     init_barrier(weights_empty + stage, T::warps);
     init_barrier(inputs_full + stage, 1);
     init_barrier(inputs_empty + stage, T::warps * sharing<T>(args));
+    if constexpr (chains<T>) {
+      static_assert(FoundTiles::kMost == T::most_stages);
+      found.init(stage, T::warps);
+    }
     publish_barriers();
   }
 };
-/// Its barriers, by their addresses.
+
+/// Warps that copy.
+enum class Filler { weights, extras, inputs };
+/// Tile i of this block, or none, for one of them. All lanes come here, for 0, 1, ..; tile 0 in turn has been
+/// found for inputs.
+template <class T, Filler kBy>
+__device__ __forceinline__ Tile tile_of_block(const GemmChain& chain, WarpgroupRing<T>& ring, int i) {
+  if constexpr (!chains<T>) {
+    TilesAhead& ahead = kBy == Filler::weights  ? ring.found.weights
+                        : kBy == Filler::extras ? ring.found.extras
+                                                : ring.found.inputs;
+    if (i % kTilesAhead == 0 && (i > 0 || kBy != Filler::inputs)) find_tiles<T>(chain.of[0], ahead, i);
+    return ahead[i % kTilesAhead];
+  } else {
+    return ring.found.get(i);
+  }
+}
+
+/// A ring's barriers, by their addresses.
 template <class T>
 struct RingBarriers {
   std::uint32_t weights_full, inputs_full;
@@ -227,40 +289,44 @@ __device__ __forceinline__ void copy_own(const GemmArgs& args, std::byte* to, co
 
 /// A tile that all lanes of a warp have (same_in_warp).
 __device__ __forceinline__ Tile same_in_warp(const Tile& tile) {
-  return {static_cast<std::int16_t>(same_in_warp(tile.expert)),
-          static_cast<std::int16_t>(same_in_warp(tile.count)), same_in_warp(tile.first),
-          same_in_warp(tile.row), same_in_warp(tile.first_group)};
+  alignas(16) int words[4];
+  for (int i = 0; i < 4; ++i) words[i] = same_in_warp(reinterpret_cast<const int*>(&tile)[i]);
+  return reinterpret_cast<const Tile&>(words);
 }
+
+/// So many stages of a tile are not yet copied when the next tile is looked for.
+inline constexpr int kStagesAhead = 6;
 
 /// Copies weights' records, or (`kExtras`) their scales and zeros that lie apart, a stage as soon as it has
 /// been read; by a warp for each. Lanes copy a group each, in turn: a copy each 90 clocks (same_in_warp). A
 /// stage's all at once, by one lane, make layers of many tokens 3 to 10 % slower.
 template <class T, bool kExtras>
-__device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
+__device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring, std::byte* memory) {
   const Stages<T>& stages = ring.stages;  // not kept in registers
-  TilesAhead& ahead = kExtras ? ring.extras_ahead : ring.weights_ahead;
+  constexpr Filler by = kExtras ? Filler::extras : Filler::weights;
   constexpr int each = kExtras ? T::step_extra_bytes : T::step_bytes;
   const int lane = threadIdx.x % 32, group = kExtras ? lane * T::extra_groups : lane;
-  const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
-  const std::int64_t extras_at = static_cast<std::int64_t>(args.groups) * args.all_steps * T::step_bytes;
   std::byte* to = memory + stages.weights_at +
                   (kExtras ? T::extras_at + group * T::group_extra_bytes : group * T::group_bytes);
   StagePlace place;
   bool all_filled = false;  // once
-  find_tiles<T>(args, ahead, 0);
   for (int i = 0;; ++i) {
-    const Tile tile = tile_of_block<T>(args, ahead, i);
-    const int groups = max(0, min(T::groups, args.groups - tile.first_group)),
+    const Tile tile = tile_of_block<T, by>(chain, ring, i);
+    const GemmArgs& args = multiply_of<T>(chain, tile);
+    const std::int64_t begin = T::P.row_scale ? args.groups * (kGroupUnits * kUnitRows * 4) : 0;
+    const std::int64_t extras_at = static_cast<std::int64_t>(args.groups) * args.all_steps * T::step_bytes;
+    const int first_group = static_cast<int>(tile.first_group),
+              groups = max(0, min(T::groups, args.groups - first_group)),
               copies = kExtras ? (groups + T::extra_groups - 1) / T::extra_groups : groups;
-    const std::byte* from = args.weights + tile.expert * args.expert_stride + begin +
-                            (kExtras ? extras_at : std::int64_t{0}) +
-                            (static_cast<std::int64_t>(tile.first_group + group) * args.all_steps +
-                             tile.expert * args.part_steps) *
-                                each;
-    for (int step = 0; step < args.steps; step += T::steps, from += T::steps * each) {
+    const std::byte* from =
+        args.weights + tile.expert * args.expert_stride + begin + (kExtras ? extras_at : std::int64_t{0}) +
+        (static_cast<std::int64_t>(first_group + group) * args.all_steps + tile.expert * args.part_steps) *
+            each;
+    const int all_steps = args.steps;
+    for (int step = 0; step < all_steps; step += T::steps, from += T::steps * each) {
       if (all_filled) wait_barrier(ring.weights_empty + place.index, place.parity ^ 1);
       std::uint64_t* full = ring.weights_full + place.index;
-      const int steps = tile.count == 0 ? 0 : min(T::steps, args.steps - step);
+      const int steps = tile.count == 0 ? 0 : min(T::steps, all_steps - step);
       if (lane == 0) {
         if constexpr (!kExtras) ring.tiles[place.index] = tile;
         expect_bytes(full, steps * copies * each);
@@ -274,21 +340,34 @@ __device__ void copy_tile_weights(const GemmArgs& args, WarpgroupRing<T>& ring, 
       }
       place.advance(stages.weights);
       all_filled |= place.index == 0;
+      // Late, so that a block takes no tile that another one could begin.
+      if constexpr (chains<T> && !kExtras)
+        if (lane == 0 && step + kStagesAhead * T::steps >= all_steps) ring.found.wanted = i + 2;
     }
   }
 }
 
+/// Waits for what the first multiply of a chain leaves of a tile's item.
+template <class T>
+__device__ __forceinline__ void wait_for_first_multiply(const GemmChain& chain, const Tile& tile) {
+  const int tiles = tiles_of_item(chain.of[0].groups, T::groups, 1);
+  for (WaitLimit limit; load_acquire(chain.finished + tile.row / 8) < tiles; limit.check()) __nanosleep(20);
+  global_memory_to_copies();
+}
+
 /// The same of activations; by one lane, whichever.
 template <class T>
-__device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, std::byte* memory) {
+__device__ void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring, std::byte* memory) {
   const int half_bytes = same_in_warp(ring.stages.half), input_bytes = same_in_warp(ring.stages.input_bytes),
             stages = same_in_warp(ring.stages.inputs);
-  const GemmInputs& in = args.inputs;
   StagePlace place;
   bool all_filled = false;  // once
   for (int i = 0;; ++i) {
-    const Tile tile = same_in_warp(tile_of_block<T>(args, ring.inputs_ahead, i));
+    const Tile tile = same_in_warp(tile_of_block<T, Filler::inputs>(chain, ring, i));
     if (tile.count == 0) return;
+    const GemmArgs& args = multiply_of<T>(chain, tile);
+    if (chains<T> && tile.second) wait_for_first_multiply<T>(chain, tile);
+    const GemmInputs& in = args.inputs;
     const int rows = (tile.count + 7) / 8 * 8, first = tile.expert * args.part_steps;
     const OwnRows<T> own(args, rows);
     const std::uint16_t* from =
@@ -315,6 +394,55 @@ __device__ void copy_tile_inputs(const GemmArgs& args, WarpgroupRing<T>& ring, s
       place.advance(stages);
       all_filled |= place.index == 0;
     }
+  }
+}
+
+/// Finds tiles for all, when they are wanted. When one of the first multiply of a chain has been multiplied,
+/// and its results are there, says so to other blocks. By a warp.
+template <class T>
+__device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
+  constexpr int kMost = FoundTiles::kMost;
+  const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x),
+            blocks = static_cast<int>(gridDim.x);
+  std::int32_t* const next = chain.of[0].next_tile;
+  // Blocks of a chain wait for each other's tiles. So none has a tile before it runs: there might be no
+  // multiprocessor for it but those of blocks that wait.
+  const bool first_is_taken = chain.count == 2;
+  for (int found = 0, done = 0, last = INT_MAX;;) {
+    if (found <= last && found - done < kMost && (next == nullptr || found < same_in_warp(tiles.wanted))) {
+      int at = block + found * blocks;
+      if (next != nullptr && (found > 0 || first_is_taken)) {
+        if (lane == 0) at = atomicAdd(next, 1) + (first_is_taken ? 0 : blocks);
+        at = same_in_warp(at);
+      }
+      Tile tile = tile_at<T>(chain, at);
+      tile.place = static_cast<std::uint32_t>(found) % kMost;
+      if (tile.count == 0) last = found;
+      if (lane == 0) {
+        tiles.tiles[found % kMost] = tile;
+        arrive(tiles.there + found % kMost);
+      }
+      ++found;
+      if (next == nullptr) continue;
+    }
+    if (done == last) return;
+    if (done == found) continue;
+    const std::uint32_t multiplied = shared_address(tiles.multiplied + done % kMost),
+                        parity = done / kMost % 2;
+    constexpr int some_ns = 1000;  // then others may want the next tile
+    if (next == nullptr) {
+      wait_barrier(multiplied, parity);
+    } else if (!same_in_warp(ends_within(some_ns, multiplied, parity))) {
+      continue;
+    }
+    if (lane == 0 && chain.count == 2) {
+      const Tile& tile = tiles.tiles[done % kMost];
+      if (!tile.second) {
+        __threadfence();
+        atomicAdd(chain.finished + tile.row / 8, 1);
+      }
+    }
+    ++done;
   }
 }
 

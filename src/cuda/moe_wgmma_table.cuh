@@ -20,7 +20,8 @@ GemmKernel warpgroup_kernel() {
             .step_bytes = T::step_bytes,
             .tile_groups = T::groups,
             .may_share = T::may_share,
-            .tiled = true};
+            .tiled = true,
+            .chains = chains<T>};
   return {};
 }
 

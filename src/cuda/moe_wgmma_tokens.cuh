@@ -50,9 +50,10 @@ struct PieceSums {
 /// A tile. Its first stage of weights is there.
 template <class T>
 requires(T::token_rows) __device__ __forceinline__ Tile
-    multiply_tile_of(const GemmArgs& args, const WarpgroupRing<T>& ring, const RingBarriers<T>& barriers,
-                     int count, Places& at, std::byte* memory, TileResult<T>& result) {
+    multiply_tile_of(const GemmChain& chain, const Tile& next, const WarpgroupRing<T>& ring,
+                     const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
+  const GemmArgs& args = chain.of[0];
   static_assert(S::weights == S::inputs && T::steps == 1);  // a step has the same place in both rings
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32,
             first_token = same_in_warp(warp / 4) * kWarpgroupTokens;
@@ -94,7 +95,7 @@ requires(T::token_rows) __device__ __forceinline__ Tile
                                     piece * (kPieceGroups * T::group_extra_bytes));
   };
   wait_for(place);
-  if (first_token >= count) {
+  if (first_token >= next.count) {
 #pragma unroll 1
     for (int left = args.steps; --left > 0; wait_for(place)) {
       release(place);

@@ -118,6 +118,20 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t barrier, std::uint32_
 __device__ __forceinline__ void wait_barrier(std::uint64_t* barrier, std::uint32_t parity) {
   wait_barrier(shared_address(barrier), parity);
 }
+/// Whether the phase with this parity ends within so many ns.
+__device__ __forceinline__ int ends_within(std::uint32_t ns, std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity), "r"(ns)
+      : "memory");
+  return static_cast<int>(done);
+}
 /// Bytes, a multiple of 16, from global to shared memory, counted by a barrier. For one thread.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, std::uint32_t bytes,
                                           std::uint64_t* barrier) {
@@ -245,6 +259,13 @@ __device__ __forceinline__ void shared_memory_to_copies() {
 /// What this thread sees of global memory comes before its later copies in bulk.
 __device__ __forceinline__ void global_memory_to_copies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+/// What another block has added up, and what it did before.
+__device__ __forceinline__ std::int32_t load_acquire(const std::int32_t* from) {
+  std::int32_t value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
 }
 
 /// Programmatic dependent launch: waits until the kernels before this one are done and their writes visible.

@@ -37,6 +37,9 @@ struct ItemArgs {
   std::int32_t* item_count = nullptr;
   /// [experts] Of tiles: the row of position p is p and this.
   std::int32_t* expert_rows = nullptr;
+  /// So many numbers that become 0, or nullptr.
+  std::int32_t* progress = nullptr;
+  std::int32_t progress_size = 0;
   std::int32_t tokens = kTileTokens, step = kTileTokens;  ///< tokens: a multiple of step; step: of 8
 };
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
