@@ -178,10 +178,10 @@ struct FoundTiles {
   static constexpr int kMost = 8;
   Tile tiles[kMost];
   std::uint64_t there[kMost], multiplied[kMost];
-  volatile int wanted;  ///< so many are to be found
+  std::uint64_t wanted;  ///< phase i: tile i + 1 is to be found
 
   __device__ void init(int i, int multiplying_warps) {
-    if (i == 0) wanted = 1;
+    if (i == 0) init_barrier(&wanted, 1);
     init_barrier(there + i, 1);
     init_barrier(multiplied + i, multiplying_warps);
   }
@@ -189,6 +189,10 @@ struct FoundTiles {
   __device__ __forceinline__ Tile get(int i) const {
     wait_barrier(shared_address(there + i % kMost), i / kMost % 2);
     return tiles[i % kMost];
+  }
+  /// Now. All lanes come here.
+  __device__ __forceinline__ bool is_wanted(int i) const {
+    return i == 0 || same_in_warp(ends_within(0, shared_address(&wanted), (i - 1) % 2));
   }
 };
 
@@ -294,7 +298,7 @@ __device__ __forceinline__ Tile same_in_warp(const Tile& tile) {
   return reinterpret_cast<const Tile&>(words);
 }
 
-/// So many stages of a tile are not yet copied when the next tile is looked for.
+/// When so few stages of a tile are left to be copied, the next tile is looked for.
 inline constexpr int kStagesAhead = 6;
 
 /// Copies weights' records, or (`kExtras`) their scales and zeros that lie apart, a stage as soon as it has
@@ -323,6 +327,8 @@ __device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring
         (static_cast<std::int64_t>(first_group + group) * args.all_steps + tile.expert * args.part_steps) *
             each;
     const int all_steps = args.steps;
+    // Late, so that a block takes no tile that another one could begin.
+    const int wants_next_at = max(0, (all_steps - 1) / T::steps - kStagesAhead + 1) * T::steps;
     for (int step = 0; step < all_steps; step += T::steps, from += T::steps * each) {
       if (all_filled) wait_barrier(ring.weights_empty + place.index, place.parity ^ 1);
       std::uint64_t* full = ring.weights_full + place.index;
@@ -340,9 +346,8 @@ __device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring
       }
       place.advance(stages.weights);
       all_filled |= place.index == 0;
-      // Late, so that a block takes no tile that another one could begin.
       if constexpr (chains<T> && !kExtras)
-        if (lane == 0 && step + kStagesAhead * T::steps >= all_steps) ring.found.wanted = i + 2;
+        if (lane == 0 && step == wants_next_at) arrive(&ring.found.wanted);
     }
   }
 }
@@ -409,7 +414,7 @@ __device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
   // multiprocessor for it but those of blocks that wait.
   const bool first_is_taken = chain.count == 2;
   for (int found = 0, done = 0, last = INT_MAX;;) {
-    if (found <= last && found - done < kMost && (next == nullptr || found < same_in_warp(tiles.wanted))) {
+    if (found <= last && found - done < kMost && (next == nullptr || tiles.is_wanted(found))) {
       int at = block + found * blocks;
       if (next != nullptr && (found > 0 || first_is_taken)) {
         if (lane == 0) at = atomicAdd(next, 1) + (first_is_taken ? 0 : blocks);
