@@ -6,7 +6,7 @@
 
 #include "cuda/gemm_choice.h"
 #include "cuda/input_buffers.h"
-#include "cuda/moe_gemm.h"
+#include "cuda/moe_chain.h"
 #include "cuda/routing.h"
 #include "cuda/slots.h"
 #include "cuda/weights.h"
@@ -41,7 +41,7 @@ struct LayerBuffers {
   Buffer<CutItem> items;
   std::int32_t most_items = 0;
   Buffer<std::int32_t> item_count, expert_rows;
-  Buffer<std::int32_t> progress;  ///< GemmArgs::next_tile of both multiplies, then GemmChain::finished
+  Buffer<std::int32_t> progress;  ///< of launch_chain
   std::int32_t progress_size = 0;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
@@ -128,19 +128,18 @@ class LayerRun {
       in.x_is_old = !few();  // the kernel before sorts slots
       then("round inputs", launch_inputs, in, stream_);
     }
-    if (gate_up.chains) first.next_tile = b_.progress.at(base_);
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
-    if (down.chains) second.next_tile = b_.progress.at(base_) + 1;
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    const bool chained =
-        gate_up.chains && gate_up.function == down.function && !b_.routed.mid.activation.quantized();
-    if (chained) {
-      then("multiply", launch_chain, gate_up, first, second, b_.progress.at(base_) + 2, multiprocessors(),
-           stream_);
+    const Operand& mid = b_.routed.mid.activation;
+    const InputArgs rounding = round_mid(b_.routed, slots_, per_slot, down);
+    if (gate_up.chains && gate_up.function == down.function &&
+        (!mid.quantized() || (gate_up.byte_order != 0 && mid.group.n != 0 && !per_slot))) {
+      then("multiply", launch_chain, gate_up, first, second, mid.quantized() ? &rounding : nullptr,
+           b_.progress.at(base_), multiprocessors(), stream_);
     } else {
       then("multiply by gate and up", launch_gemm, gate_up, first, multiprocessors(), stream_);
-      round_mid(b_.routed, slots_, per_slot, down);
+      if (mid.quantized()) then("round the intermediate", launch_inputs, rounding, stream_);
       then("multiply by down", launch_gemm, down, second, multiprocessors(), stream_);
     }
     if (spec_.shared.intermediate != 0) run_shared();
@@ -305,8 +304,9 @@ class LayerRun {
     return args;
   }
 
-  void round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static, const GemmKernel& down) {
-    if (!ffn.mid.activation.quantized()) return;
+  /// From what gate and up leave, if it is to be rounded.
+  InputArgs round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static,
+                      const GemmKernel& down) const {
     InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count,
                                  down.order(ffn.scheme));
     mid.start_next_early = true;
@@ -319,7 +319,7 @@ class LayerRun {
       of_slots(mid);
     }
     if (with_static) mid.static_scales = weights_.mid_scales;
-    then("round the intermediate", launch_inputs, mid, stream_);
+    return mid;
   }
 
   void run_shared() {
@@ -331,7 +331,8 @@ class LayerRun {
          ffn.in.args(base_, call_.inputs.hidden, tokens_, gate_up.order(ffn.scheme)), stream_);
     then("multiply by the shared gate and up", launch_gemm, gate_up,
          gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up.tiled), multiprocessors(), stream_);
-    round_mid(ffn, tokens_, false, down);
+    if (ffn.mid.activation.quantized())
+      then("round the shared intermediate", launch_inputs, round_mid(ffn, tokens_, false, down), stream_);
     then("multiply by the shared down", launch_gemm, down,
          gemm(ffn, weights_.shared_down, GemmKind::down, down.tiled), multiprocessors(), stream_);
   }

@@ -1,6 +1,9 @@
 #include "cuda/moe_gemm.h"
 
+#include <algorithm>
+
 #include "cuda/launch.h"
+#include "cuda/moe_chain.h"
 
 namespace gatefold::cuda {
 
@@ -44,6 +47,22 @@ GemmArgs complete(const GemmKernel& kernel, GemmArgs args, int multiprocessors) 
   return args;
 }
 
+/// As few warps for a row as have all of it in registers; and small pieces, but not many more than there are
+/// thread blocks.
+void set_rounding(GemmChain& chain, const InputArgs& rounding, int multiprocessors) {
+  chain.rounding = rounding;
+  int& warps = chain.rounding_warps;
+  while (warps < kRoundingWarps && warps * columns_of_rounding_warp(rounding.activation) < rounding.stride)
+    warps *= 2;
+  const GemmArgs& args = chain.of[0];
+  const int items = std::min(args.experts, args.slots), most = multiprocessors * 3 / 2;
+  int &rows = chain.rounding_rows, &pieces = chain.rounding_pieces;
+  do {
+    rows += kRoundingWarps / warps;
+    pieces = (args.tile_tokens + rows - 1) / rows;
+  } while (pieces > 1 && pieces * items > most);
+}
+
 }  // namespace
 
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
@@ -79,10 +98,14 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
 }
 
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,
-                         std::int32_t* finished, int multiprocessors, cudaStream_t stream) {
+                         const InputArgs* rounding, std::int32_t* progress, int multiprocessors,
+                         cudaStream_t stream) {
   GemmChain chain{.of = {complete(kernel, first, multiprocessors), complete(kernel, second, multiprocessors)},
                   .count = 2,
-                  .finished = finished};
+                  .next_tile = progress,
+                  .next_piece = progress + 1,
+                  .finished = progress + 2};
+  if (rounding != nullptr) set_rounding(chain, *rounding, multiprocessors);
   void* parameters[] = {&chain};
   return launch_dependent(kernel.function,
                           {.blocks = static_cast<unsigned>(multiprocessors),

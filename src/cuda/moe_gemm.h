@@ -105,19 +105,6 @@ struct GemmArgs {
   std::int32_t sharing_blocks = 1;  ///< of a cluster, 1 or 2, that share an item's tokens; set by the launch
   /// Set by the launch: steps of a group in memory, and from one part to the next (0: there is one).
   std::int32_t all_steps = 0, part_steps = 0;
-  /// Of kernels that chain: 0 before the launch, and blocks take the next tile as they come to it. Or
-  /// nullptr, and they take tiles in turn.
-  std::int32_t* next_tile = nullptr;
-};
-
-/// What kernels by warpgroups multiply: one GemmArgs, or two by the same items, the second of what the first
-/// one leaves.
-struct GemmChain {
-  GemmArgs of[2];
-  std::int32_t count = 1;
-  /// Of two: 0 before the launch: [tile_rows / 8], of an item's first row: its tiles that the first multiply
-  /// has finished.
-  std::int32_t* finished = nullptr;
 };
 
 /// What a multiply's inputs are: 16-bit numbers, or codes that are multiplied as such. e4m3_fast: all
@@ -183,9 +170,8 @@ struct GemmKernel {
   int team_groups = 1;     ///< groups that keep a team's warps busy, by items of all their tokens
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
-  /// A launch may be two multiplies (GemmChain), and blocks may take tiles as they come to them.
-  bool chains = false;
-  std::uint32_t byte_order = 0;  ///< InputOrder
+  bool chains = false;           ///< a launch may be two multiplies (moe_chain.h)
+  std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers
 
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
@@ -214,8 +200,5 @@ GATEFOLD_HD constexpr int tiles_of_item(int groups, int tile_groups, int sharing
 cudaError_t prepare_gemm(const GemmKernel& kernel);
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
                         cudaStream_t stream);
-/// Both, one after the other, by a kernel that chains. finished: of GemmChain.
-cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,
-                         std::int32_t* finished, int multiprocessors, cudaStream_t stream);
 
 }  // namespace gatefold::cuda

@@ -11,6 +11,7 @@
 
 #include "cuda/moe_gemm.cuh"
 #include "cuda/moe_wgmma_finish.cuh"
+#include "cuda/moe_wgmma_rounding.cuh"
 
 namespace gatefold::cuda {
 
@@ -125,11 +126,6 @@ struct UnitSums {
     }
     take_sums(part);
   }
-};
-
-/// The next stages of both rings.
-struct Places {
-  StagePlace weights, inputs;
 };
 
 /// Scales for the end of a tile are copied to shared memory while it is multiplied, where there is room for
@@ -358,15 +354,25 @@ template <class T>
 __device__ __forceinline__ void multiply_tiles(const GemmChain& chain, WarpgroupRing<T>& ring,
                                                std::byte* memory) {
   const RingBarriers<T> barriers(ring);
+  bool rounded = false;
   for (Places at;;) {
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
     const Tile next = read_by_lane_0(ring.tiles[at.weights.index]);
     if (next.count == 0) return;
-    copy_end_scales<T>(chain.of[0], next, memory);
+    if constexpr (rounds<T>) {
+      if (next.second) {
+        if (!rounded) round_rows<T>(chain, memory + Stages<T>::ends_at);
+        rounded = true;
+        // Scales of tokens are there as well then.
+        wait_barrier(barriers.inputs_full + at.inputs.index * 8, at.inputs.parity);
+      }
+    }
+    copy_end_scales<T>(multiply_of<T>(chain, next), next, memory);
     TileResult<T> result;
     const Tile tile = multiply_tile_of<T>(chain, next, ring, barriers, at, memory, result);
     const GemmArgs& args = multiply_of<T>(chain, tile);
-    finish_tile<T>(args, tile, end_scales<T>(args, tile, memory), memory, result);
+    const bool gate_up = args.kind == GemmKind::gate_up;  // read before the end waits for scales
+    finish_tile<T>(args, gate_up, tile, end_scales<T>(args, tile, memory), memory, result);
     if constexpr (chains<T>) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive(ring.found.multiplied + tile.place);

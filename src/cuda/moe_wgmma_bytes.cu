@@ -23,6 +23,7 @@ GemmKernel kernel_of() {
           .tile_groups = T::groups,
           .may_share = T::may_share,
           .tiled = true,
+          .chains = chains<T>,
           .byte_order = byte_order(T::P)};
 }
 

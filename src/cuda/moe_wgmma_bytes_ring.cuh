@@ -117,13 +117,14 @@ template <class T>
 requires(T::bytes) __device__
     void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring, std::byte* memory) {
   using S = Stages<T>;
-  const GemmArgs& args = chain.of[0];
-  const GemmInputs& in = args.inputs;
   StagePlace place;
   bool all_filled = false;  // once
   for (int i = 0;; ++i) {
     const Tile tile = same_in_warp(tile_of_block<T, Filler::inputs>(chain, ring, i));
     if (tile.count == 0) return;
+    wait_for_inputs_of<T>(chain, tile);
+    const GemmArgs& args = multiply_of<T>(chain, tile);
+    const GemmInputs& in = args.inputs;
     const int rows = (tile.count + 7) / 8 * 8;
     const OwnRows<T> own(args, rows);
     std::int64_t row = tile.row + own.first + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;

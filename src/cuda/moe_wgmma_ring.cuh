@@ -9,6 +9,7 @@
 /// the multiply reads them.
 
 #include "cuda/decode_bytes.h"
+#include "cuda/moe_chain.h"
 #include "cuda/moe_gemm_ring.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -96,9 +97,13 @@ struct alignas(16) Tile {
   std::uint32_t first_group : 28 = 0, place : 3 = 0, second : 1 = 0;
 };
 
-/// GemmKernel::chains.
+/// GemmKernel::chains. Where two warpgroups decode weights to bytes, and multiply them, rounding by these
+/// takes longer than a launch of its own as soon as experts have some 32 tokens.
 template <class T>
-inline constexpr bool chains = !T::bytes && !T::may_share;
+inline constexpr bool chains = !T::may_share && T::warps == 16;
+/// Whether what is between both multiplies of a chain has to be rounded.
+template <class T>
+inline constexpr bool rounds = chains<T>&& T::bytes;
 /// The multiply of a tile.
 template <class T>
 __device__ __forceinline__ const GemmArgs& multiply_of(const GemmChain& chain, const Tile& tile) {
@@ -111,17 +116,20 @@ __device__ __forceinline__ int sharing(const GemmArgs& args) {
   return T::may_share ? args.sharing_blocks : 1;
 }
 
-/// Tile i of all, or none. Bands of items are multiplied tile by tile: a tile's weights by all of them, then
-/// the next tile's. Thread blocks that share an item's tokens have neighbouring tiles, this one the tile of
-/// its rank, which may lie behind all weights.
+__device__ __forceinline__ int item_count(const GemmArgs& args) {
+  return args.items != nullptr ? *args.item_count : args.whole_items * args.parts;
+}
+
+/// Tile i of all of so many items, or none. Bands of items are multiplied tile by tile: a tile's weights by
+/// all of them, then the next tile's. Thread blocks that share an item's tokens have neighbouring tiles, this
+/// one the tile of its rank, which may lie behind all weights.
 template <class T>
-__device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i) {
+__device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i, int items) {
   const int blocks = sharing<T>(args), per_item = tiles_of_item(args.groups, T::groups, blocks);
   const bool cut = args.items != nullptr;
   const int near = i / per_item;  // of the same band
   // Read before it is known whether it is there, as loads that wait for each other are a kernel's start.
   CutItem item = cut ? args.items[min(near, args.most_items - 1)] : CutItem{};
-  const int items = cut ? *args.item_count : args.whole_items * args.parts;
   if (near >= items) return {};
   const int begin = near - (cut ? item.in_band : near % kMostBandItems),
             width = cut ? item.band_items : min(kMostBandItems, items - begin);
@@ -138,11 +146,11 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i) {
 }
 /// Of both multiplies of a chain.
 template <class T>
-__device__ __forceinline__ Tile tile_at(const GemmChain& chain, int i) {
+__device__ __forceinline__ Tile tile_at(const GemmChain& chain, int i, int items) {
   const GemmArgs& first = chain.of[0];
-  Tile tile = tile_at<T>(first, i);
-  if (tile.count > 0 || chain.count == 1) return tile;
-  tile = tile_at<T>(chain.of[1], i - *first.item_count * tiles_of_item(first.groups, T::groups, 1));
+  const int of_first = items * tiles_of_item(first.groups, T::groups, 1);
+  if (i < of_first || chain.count == 1) return tile_at<T>(first, i, items);
+  Tile tile = tile_at<T>(chain.of[1], i - of_first, items);
   tile.second = 1;
   return tile;
 }
@@ -159,6 +167,11 @@ struct StagePlace {
   }
 };
 
+/// The next stages of both rings.
+struct Places {
+  StagePlace weights, inputs;
+};
+
 /// The next tiles of a block in turn, which a warp's lanes look for together.
 inline constexpr int kTilesAhead = 8;
 using TilesAhead = Tile[kTilesAhead];
@@ -169,7 +182,8 @@ __device__ __forceinline__ void find_tiles(const GemmArgs& args, TilesAhead& ahe
   const int lane = threadIdx.x % 32;
   __syncwarp();
   if (lane < kTilesAhead)
-    ahead[lane] = tile_at<T>(args, static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / sharing<T>(args));
+    ahead[lane] = tile_at<T>(args, static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / sharing<T>(args),
+                             item_count(args));
   __syncwarp();
 }
 
@@ -352,11 +366,19 @@ __device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring
   }
 }
 
-/// Waits for what the first multiply of a chain leaves of a tile's item.
+/// Waits for what the first multiply of a chain leaves of the item whose first row this is, and until so many
+/// of its pieces have been rounded.
 template <class T>
-__device__ __forceinline__ void wait_for_first_multiply(const GemmChain& chain, const Tile& tile) {
-  const int tiles = tiles_of_item(chain.of[0].groups, T::groups, 1);
-  for (WaitLimit limit; load_acquire(chain.finished + tile.row / 8) < tiles; limit.check()) __nanosleep(20);
+__device__ __forceinline__ void wait_for_first_multiply(const GemmChain& chain, int row, int pieces = 0) {
+  const int all = tiles_of_item(chain.of[0].groups, T::groups, 1) + pieces;
+  for (WaitLimit limit; load_acquire(chain.finished + row / 8) < all; limit.check()) __nanosleep(20);
+}
+/// Before a tile's inputs are copied.
+template <class T>
+__device__ __forceinline__ void wait_for_inputs_of(const GemmChain& chain, const Tile& tile) {
+  if (!chains<T> || !tile.second) return;
+  const int rows = chain.rounding_rows;  // 0: none are rounded
+  wait_for_first_multiply<T>(chain, tile.row, rows == 0 ? 0 : (tile.count + rows - 1) / rows);
   global_memory_to_copies();
 }
 
@@ -371,7 +393,7 @@ __device__ void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring,
     const Tile tile = same_in_warp(tile_of_block<T, Filler::inputs>(chain, ring, i));
     if (tile.count == 0) return;
     const GemmArgs& args = multiply_of<T>(chain, tile);
-    if (chains<T> && tile.second) wait_for_first_multiply<T>(chain, tile);
+    wait_for_inputs_of<T>(chain, tile);
     const GemmInputs& in = args.inputs;
     const int rows = (tile.count + 7) / 8 * 8, first = tile.expert * args.part_steps;
     const OwnRows<T> own(args, rows);
@@ -402,25 +424,25 @@ __device__ void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring,
   }
 }
 
-/// Finds tiles for all, when they are wanted. When one of the first multiply of a chain has been multiplied,
-/// and its results are there, says so to other blocks. By a warp.
+/// Finds tiles for all, in turn, or, of a chain, when they are wanted. When other tiles need the results of
+/// one, and these are there, says so to other blocks. By a warp.
 template <class T>
 __device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
   constexpr int kMost = FoundTiles::kMost;
   const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x),
             blocks = static_cast<int>(gridDim.x);
-  std::int32_t* const next = chain.of[0].next_tile;
   // Blocks of a chain wait for each other's tiles. So none has a tile before it runs: there might be no
   // multiprocessor for it but those of blocks that wait.
-  const bool first_is_taken = chain.count == 2;
+  const bool in_turn = chain.count == 1;
+  const int items = item_count(chain.of[0]);
   for (int found = 0, done = 0, last = INT_MAX;;) {
-    if (found <= last && found - done < kMost && (next == nullptr || tiles.is_wanted(found))) {
+    if (found <= last && found - done < kMost && (in_turn || tiles.is_wanted(found))) {
       int at = block + found * blocks;
-      if (next != nullptr && (found > 0 || first_is_taken)) {
-        if (lane == 0) at = atomicAdd(next, 1) + (first_is_taken ? 0 : blocks);
+      if (!in_turn) {
+        if (lane == 0) at = atomicAdd(chain.next_tile, 1);
         at = same_in_warp(at);
       }
-      Tile tile = tile_at<T>(chain, at);
+      Tile tile = tile_at<T>(chain, at, items);
       tile.place = static_cast<std::uint32_t>(found) % kMost;
       if (tile.count == 0) last = found;
       if (lane == 0) {
@@ -428,19 +450,19 @@ __device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
         arrive(tiles.there + found % kMost);
       }
       ++found;
-      if (next == nullptr) continue;
+      if (in_turn) continue;
     }
     if (done == last) return;
     if (done == found) continue;
     const std::uint32_t multiplied = shared_address(tiles.multiplied + done % kMost),
                         parity = done / kMost % 2;
-    constexpr int some_ns = 1000;  // then others may want the next tile
-    if (next == nullptr) {
+    constexpr int some_ns = 100;  // then others may want the next tile
+    if (in_turn) {
       wait_barrier(multiplied, parity);
     } else if (!same_in_warp(ends_within(some_ns, multiplied, parity))) {
       continue;
     }
-    if (lane == 0 && chain.count == 2) {
+    if (lane == 0 && !in_turn) {
       const Tile& tile = tiles.tiles[done % kMost];
       if (!tile.second) {
         __threadfence();

@@ -53,10 +53,10 @@ struct RowSums {
 /// A tile of at most N tokens. Its first stage of weights is there.
 template <class T, int N>
 requires(T::bytes&& T::from_memory && !T::token_rows) __device__ __forceinline__ Tile
-    multiply_tile(const GemmChain& chain, const Tile&, const WarpgroupRing<T>& ring,
+    multiply_tile(const GemmChain& chain, const Tile& next, const WarpgroupRing<T>& ring,
                   const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  const GemmArgs& args = chain.of[0];
+  const GemmArgs& args = multiply_of<T>(chain, next);
   static_assert(S::weights == S::inputs && T::steps == 1);  // a step has the same place in both rings
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int kWarpgroupBytes = kWarpgroupRows * kRecordColumns;

@@ -1,0 +1,36 @@
+#pragma once
+/// \file
+/// Both multiplies of a layer in one launch, by the same items: the second one of what the first one leaves,
+/// rounded in between where it reads codes. Thread blocks take the next tile as they come to it.
+
+#include "cuda/inputs.h"
+
+namespace gatefold::cuda {
+
+/// Warps that round, and columns of a row that one of them has in registers.
+inline constexpr int kRoundingWarps = 16;
+constexpr int columns_of_rounding_warp(const Operand& activation) {
+  return has_record_scales(activation) ? 512 : 1024;
+}
+
+/// What kernels by warpgroups multiply: one GemmArgs, or two.
+struct GemmChain {
+  GemmArgs of[2];
+  std::int32_t count = 1;
+  /// Of two, 0 before the launch: how many tiles, and pieces to be rounded, have been taken; and
+  /// [tile_rows / 8], of an item's first row: its tiles that the first multiply has finished, and its pieces
+  /// that are rounded.
+  std::int32_t *next_tile = nullptr, *next_piece = nullptr, *finished = nullptr;
+  /// Of two, where the second one reads codes: from the first one's results to its inputs, in at most so many
+  /// pieces of an item, each of so many rows, a row by so many warps.
+  InputArgs rounding;
+  std::int32_t rounding_pieces = 0, rounding_rows = 0, rounding_warps = 1;
+};
+
+/// By a kernel that chains. rounding: nullptr where the second multiply reads 16-bit numbers. progress: 0,
+/// 2 + tile_rows / 8 of them.
+cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,
+                         const InputArgs* rounding, std::int32_t* progress, int multiprocessors,
+                         cudaStream_t stream);
+
+}  // namespace gatefold::cuda
