@@ -134,7 +134,7 @@ class LayerRun {
     const Operand& mid = b_.routed.mid.activation;
     const InputArgs rounding = round_mid(b_.routed, slots_, per_slot, down);
     if (gate_up.chains && gate_up.function == down.function &&
-        (!mid.quantized() || (gate_up.byte_order != 0 && mid.group.n != 0 && !per_slot))) {
+        (!mid.quantized() || (gate_up.byte_order != 0 && rounds_in_chain(mid) && !per_slot))) {
       then("multiply", launch_chain, gate_up, first, second, mid.quantized() ? &rounding : nullptr,
            b_.progress.at(base_), multiprocessors(), stream_);
     } else {

@@ -7,6 +7,27 @@
 
 namespace gatefold::cuda {
 
+/// Whether rows are rounded by what they have themselves, to codes: then a chain does it.
+constexpr bool rounds_in_chain(const Operand& activation) {
+  return are_bytes(byte_kind(activation)) && activation.group.n != 0;
+}
+/// The activations of the table that a chain rounds to codes of this kind.
+constexpr Operand rounded_in_chain(InputKind kind) {
+  Operand found;
+  for (const Scheme& scheme : operands::table)
+    if (const Operand& a = scheme.activation; rounds_in_chain(a) && byte_kind(a) == kind) found = a;
+  return found;
+}
+static_assert(
+    [] {
+      for (const Scheme& scheme : operands::table)
+        if (const Operand& a = scheme.activation;
+            rounds_in_chain(a) && !(rounded_in_chain(byte_kind(a)) == a))
+          return false;
+      return true;
+    }(),
+    "a kernel rounds to one operand of each kind");
+
 /// Warps that round, and columns of a row that one of them has in registers.
 inline constexpr int kRoundingWarps = 16;
 constexpr int columns_of_rounding_warp(const Operand& activation) {

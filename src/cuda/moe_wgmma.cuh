@@ -371,8 +371,7 @@ __device__ __forceinline__ void multiply_tiles(const GemmChain& chain, Warpgroup
     TileResult<T> result;
     const Tile tile = multiply_tile_of<T>(chain, next, ring, barriers, at, memory, result);
     const GemmArgs& args = multiply_of<T>(chain, tile);
-    const bool gate_up = args.kind == GemmKind::gate_up;  // read before the end waits for scales
-    finish_tile<T>(args, gate_up, tile, end_scales<T>(args, tile, memory), memory, result);
+    finish_tile<T>(args, tile, end_scales<T>(args, tile, memory), memory, result);
     if constexpr (chains<T>) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive(ring.found.multiplied + tile.place);

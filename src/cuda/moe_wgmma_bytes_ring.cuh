@@ -24,6 +24,7 @@ struct ByteTraits {
   using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
+  static constexpr InputKind input = kInput;
   static constexpr bool bytes = true, few = kSize == TileSize::few, may_share = !few;
   static constexpr bool record_scales = Plain::record_scales;
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.

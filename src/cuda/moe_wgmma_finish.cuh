@@ -74,12 +74,12 @@ class LaneRows {
  public:
   using Sums = float[kPieceTokens / 2];
 
-  __device__ __forceinline__ LaneRows(const GemmArgs& args, bool gate_up, const Tile& tile,
-                                      const EndScales& scales, std::byte* memory, int of_warp)
+  __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, const EndScales& scales,
+                                      std::byte* memory, int of_warp)
       : args_(args),
         tile_(tile),
         scales_{scales.tokens, scales.rows + (T::bytes ? of_warp * kWarpgroupRows : 0)},
-        gate_up_(gate_up) {
+        gate_up_(args.kind == GemmKind::gate_up) {
     int thread;  // not a value that took a register during the multiply
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     thread_ = thread % 128;
@@ -338,14 +338,13 @@ class LaneRows {
 };
 
 /// There is one end for all kinds of tiles: a lane's sums of the tokens that an item lacks are anything.
-/// Those of the unit that is finished are always in the first registers. gate_up: args.kind.
+/// Those of the unit that is finished are always in the first registers.
 template <class T>
-__device__ __forceinline__ void finish_tile(const GemmArgs& args, bool gate_up, const Tile& tile,
-                                            const EndScales& scales, std::byte* memory,
-                                            TileResult<T>& result) {
+__device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, const EndScales& scales,
+                                            std::byte* memory, TileResult<T>& result) {
 #pragma unroll 1
   for (int u = 0; u < T::units; ++u) {
-    LaneRows<T> rows(args, gate_up, tile, scales, memory, u);
+    LaneRows<T> rows(args, tile, scales, memory, u);
     if (!rows.any_there()) return;  // nor are the others
     rows.finish(result[0]);
     if constexpr (T::units > 1) result[0] = result[1];

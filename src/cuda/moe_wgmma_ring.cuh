@@ -97,8 +97,8 @@ struct alignas(16) Tile {
   std::uint32_t first_group : 28 = 0, place : 3 = 0, second : 1 = 0;
 };
 
-/// GemmKernel::chains. Where two warpgroups decode weights to bytes, and multiply them, rounding by these
-/// takes longer than a launch of its own as soon as experts have some 32 tokens.
+/// GemmKernel::chains. Where two warpgroups decode weights to bytes, and multiply them, a chain takes longer
+/// than launches of their own as soon as experts have some 32 tokens.
 template <class T>
 inline constexpr bool chains = !T::may_share && T::warps == 16;
 /// Whether what is between both multiplies of a chain has to be rounded.
@@ -382,7 +382,7 @@ __device__ __forceinline__ void wait_for_inputs_of(const GemmChain& chain, const
   global_memory_to_copies();
 }
 
-/// The same of activations; by one lane, whichever.
+/// Copies activations, a stage as soon as it has been read; by one lane, whichever.
 template <class T>
 __device__ void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring, std::byte* memory) {
   const int half_bytes = same_in_warp(ring.stages.half), input_bytes = same_in_warp(ring.stages.input_bytes),

@@ -11,8 +11,8 @@ namespace gatefold::cuda {
 /// What the second multiply of kernel T reads.
 template <class T>
 struct RoundedTo {
-  static constexpr Operand operand = operands::scaled(
-      T::M, formats::f32, T::record_scales ? operands::per_group(kRecordColumns) : operands::per_channel);
+  static constexpr Operand operand =
+      rounded_in_chain(T::input == InputKind::e4m3_fast ? InputKind::e4m3 : T::input);
 };
 
 template <class T>

@@ -146,9 +146,9 @@ class WarpTokens {
   using Sums = float[kRows / 2];
 
   /// row_scales: of the tile's rows of weights.
-  __device__ __forceinline__ WarpTokens(const GemmArgs& args, bool gate_up, const Tile& tile,
-                                        const float* row_scales, std::byte* memory)
-      : args_(args), tile_(tile), row_scales_(row_scales), gate_up_(gate_up) {
+  __device__ __forceinline__ WarpTokens(const GemmArgs& args, const Tile& tile, const float* row_scales,
+                                        std::byte* memory)
+      : args_(args), tile_(tile), row_scales_(row_scales), gate_up_(args.kind == GemmKind::gate_up) {
     int thread;  // not a value that took a register during the multiply
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     lane_ = thread % 32;
@@ -339,9 +339,9 @@ class WarpTokens {
 
 template <class T>
 requires(T::token_rows) __device__ __forceinline__
-    void finish_tile(const GemmArgs& args, bool gate_up, const Tile& tile, const EndScales& scales,
-                     std::byte* memory, TileResult<T>& result) {
-  WarpTokens<T>(args, gate_up, tile, scales.rows, memory).finish(result[0]);
+    void finish_tile(const GemmArgs& args, const Tile& tile, const EndScales& scales, std::byte* memory,
+                     TileResult<T>& result) {
+  WarpTokens<T>(args, tile, scales.rows, memory).finish(result[0]);
 }
 
 }  // namespace gatefold::cuda

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "gatefold/codec.h"
 #include "gatefold/cuda.h"
 #include "gatefold/scheme.h"
 
@@ -30,6 +31,14 @@ inline double error_of_sums(const Scheme& scheme, const Operand& activation, std
   return 0x1p-12 + (fast_accumulation || scheme.weight.value == formats::e2m1
                         ? static_cast<double>(k) / 32 * 0x1p-15
                         : 0);
+}
+
+/// Numbers in a 16-bit type.
+template <Format F>
+std::vector<std::uint16_t> codes_of(const std::vector<float>& numbers) {
+  std::vector<std::uint16_t> codes;
+  for (const float number : numbers) codes.push_back(static_cast<std::uint16_t>(encode<F>(number)));
+  return codes;
 }
 
 /// A vector in device memory.

@@ -42,11 +42,8 @@ struct Hidden {
 };
 template <Format F>
 Hidden narrow(const std::vector<float>& x) {
-  Hidden hidden;
-  for (const float value : x) {
-    hidden.codes.push_back(static_cast<std::uint16_t>(encode<F>(value)));
-    hidden.values.push_back(decode<F>(hidden.codes.back()));
-  }
+  Hidden hidden{codes_of<F>(x), {}};
+  for (const std::uint16_t code : hidden.codes) hidden.values.push_back(decode<F>(code));
   return hidden;
 }
 

@@ -54,9 +54,8 @@ TEST_F(NarrowResults, OfEveryCandidate) {
       for (const std::size_t tokens : {90, 301}) {
         SCOPED_TRACE(testing::Message() << describe(candidate.tuning) << ", " << tokens << " tokens");
         options.cuda_tuning = candidate.tuning;
-        std::vector<std::uint16_t> x;
-        for (const float number : layer.numbers(tokens * static_cast<std::size_t>(hidden), 1.0f))
-          x.push_back(static_cast<std::uint16_t>(encode<formats::bf16>(number)));
+        const auto x =
+            codes_of<formats::bf16>(layer.numbers(tokens * static_cast<std::size_t>(hidden), 1.0f));
         Routed routed;
         for (std::size_t t = 0; t < tokens; ++t)
           for (std::size_t i = 0; i < 2; ++i) {

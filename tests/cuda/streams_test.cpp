@@ -2,7 +2,6 @@
 // device.
 #include "../moe_layer.h"
 #include "cuda/device.h"
-#include "gatefold/codec.h"
 #include "gpu.h"
 
 namespace gatefold {
@@ -41,24 +40,17 @@ class Calls {
   explicit Calls(Layer layer)
       : spec_(layer.spec()),
         weights_(layer.weights({.max_tokens = tokens}, Device::cuda())),
-        x_(codes(layer.numbers(results(), 1.0f))),
+        x_(codes_of<formats::bf16>(layer.numbers(results(), 1.0f))),
         ids_(ids(spec_)),
         slot_weights_(std::vector<float>(ids_.size(), 0.5f)) {}
 
   static MoeSpec spec_of(SchemeId scheme) {
-    MoeSpec spec;
-    spec.scheme = scheme;
+    MoeSpec spec = small_spec(scheme);
     spec.experts = 24;
     spec.top_k = 3;
     spec.hidden = 1024;
     spec.intermediate = 512;
     return spec;
-  }
-  static std::vector<std::uint16_t> codes(const std::vector<float>& numbers) {
-    std::vector<std::uint16_t> codes;
-    for (const float number : numbers)
-      codes.push_back(static_cast<std::uint16_t>(encode<formats::bf16>(number)));
-    return codes;
   }
   static std::vector<std::int32_t> ids(const MoeSpec& spec) {
     std::vector<std::int32_t> ids;
