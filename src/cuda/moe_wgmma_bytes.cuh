@@ -195,7 +195,7 @@ requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline_
   load(0, 1);
   /// The rows of a stage of activations; the same for all lanes.
   const auto rows_of = [&](const StagePlace& stage) {
-    return add_bytes(all_columns, __shfl_sync(~0u, stage.index * S::input_bytes, 0));
+    return add_bytes(all_columns, reduced_in_warp(stage.index * S::input_bytes));
   };
   wait_for_inputs(barriers, at.inputs);
   std::uint32_t rows = rows_of(at.inputs);
@@ -271,7 +271,7 @@ requires(T::bytes && !T::from_memory && T::units == 1) __device__ __forceinline_
   if (left > 1) load(1);
   /// The rows of a stage of activations; the same for all lanes.
   const auto rows_of = [&](const StagePlace& stage) {
-    return add_bytes(all_columns, __shfl_sync(~0u, stage.index * S::input_bytes, 0));
+    return add_bytes(all_columns, reduced_in_warp(stage.index * S::input_bytes));
   };
   wait_for_inputs(barriers, at.inputs);
   std::uint32_t columns = rows_of(at.inputs);
@@ -280,7 +280,6 @@ requires(T::bytes && !T::from_memory && T::units == 1) __device__ __forceinline_
     const bool last = --left == 0;
     StagePlace next_inputs = at.inputs;
     next_inputs.advance(S::inputs);
-    const std::uint32_t next_columns = rows_of(next_inputs);
     const auto multiply_piece = [&]<int kIndex>() {
       const std::uint32_t of_piece = add_bytes(columns, kIndex * kPiece * kRecordColumns);
       if constexpr (T::parts)
@@ -305,7 +304,7 @@ requires(T::bytes && !T::from_memory && T::units == 1) __device__ __forceinline_
     __syncwarp();
     barriers.release_inputs(args, barriers.inputs_full + at.inputs.index * 8);
     at.inputs = next_inputs;
-    columns = next_columns;
+    columns = rows_of(at.inputs);
     return last;
   };
   while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {

@@ -73,6 +73,11 @@ __device__ __forceinline__ std::uint32_t kept(std::uint32_t value) {
 __device__ __forceinline__ int same_in_warp(int value) {
   return __shfl_sync(~0u, value, 0);
 }
+/// The same where it is read at once, as a descriptor: the reducer's result is in such a register, that of a
+/// shuffle is copied there for each multiply. But what is kept in a loop is copied back.
+__device__ __forceinline__ std::uint32_t reduced_in_warp(std::uint32_t value) {
+  return __reduce_or_sync(~0u, value);
+}
 /// True for one lane of a warp, all of which come here.
 __device__ __forceinline__ bool one_of_warp() {
   std::uint32_t one;
