@@ -41,7 +41,7 @@ struct LayerBuffers {
   Buffer<CutItem> items;
   std::int32_t most_items = 0;
   Buffer<std::int32_t> item_count, expert_rows;
-  Buffer<std::int32_t> progress;  ///< of launch_chain
+  Buffer<std::int32_t> progress;  ///< of launch_chain; or counters of two launches
   std::int32_t progress_size = 0;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
@@ -133,14 +133,19 @@ class LayerRun {
     second.out_dtype = slots_dtype();
     const Operand& mid = b_.routed.mid.activation;
     const InputArgs rounding = round_mid(b_.routed, slots_, per_slot, down);
-    if (gate_up.chains && gate_up.function == down.function &&
-        (!mid.quantized() || (gate_up.byte_order != 0 && rounds_in_chain(mid) && !per_slot))) {
-      then("multiply", launch_chain, gate_up, first, second, mid.quantized() ? &rounding : nullptr,
-           b_.progress.at(base_), multiprocessors(), stream_);
+    const InputArgs* rounded = mid.quantized() ? &rounding : nullptr;
+    std::int32_t* const progress = b_.progress.at(base_);
+    const auto counter = [&](const GemmKernel& kernel, int i) {
+      return kernel.counts ? progress + i : nullptr;
+    };
+    if (should_chain(gate_up, down, first, rounded) &&
+        (rounded == nullptr || (gate_up.byte_order != 0 && rounds_in_chain(mid) && !per_slot))) {
+      then("multiply", launch_chain, gate_up, first, second, rounded, progress, multiprocessors(), stream_);
     } else {
-      then("multiply by gate and up", launch_gemm, gate_up, first, multiprocessors(), stream_);
-      if (mid.quantized()) then("round the intermediate", launch_inputs, rounding, stream_);
-      then("multiply by down", launch_gemm, down, second, multiprocessors(), stream_);
+      then("multiply by gate and up", launch_gemm, gate_up, first, counter(gate_up, 0), multiprocessors(),
+           stream_);
+      if (rounded != nullptr) then("round the intermediate", launch_inputs, rounding, stream_);
+      then("multiply by down", launch_gemm, down, second, counter(down, 1), multiprocessors(), stream_);
     }
     if (spec_.shared.intermediate != 0) run_shared();
     then("add slots up", launch_combine, combine(), stream_);
@@ -235,14 +240,15 @@ class LayerRun {
   }
 
   ItemArgs items_of(const GemmKernel& kernel) const {
+    const bool counts = kernel.counts || kernel.chain != nullptr;
     return {.experts = spec_.experts,
             .rows = slots_,
             .most_items = b_.most_items,
             .items = b_.items.at(base_),
             .item_count = b_.item_count.at(base_),
             .expert_rows = b_.expert_rows.at(base_),
-            .progress = kernel.chains ? b_.progress.at(base_) : nullptr,
-            .progress_size = kernel.chains ? b_.progress_size : 0,
+            .progress = counts ? b_.progress.at(base_) : nullptr,
+            .progress_size = counts ? b_.progress_size : 0,
             .tokens = kernel.tokens,
             .step = kernel.token_step};
   }
@@ -330,11 +336,12 @@ class LayerRun {
     then("round shared inputs", launch_inputs,
          ffn.in.args(base_, call_.inputs.hidden, tokens_, gate_up.order(ffn.scheme)), stream_);
     then("multiply by the shared gate and up", launch_gemm, gate_up,
-         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up.tiled), multiprocessors(), stream_);
+         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up.tiled), nullptr, multiprocessors(),
+         stream_);
     if (ffn.mid.activation.quantized())
       then("round the shared intermediate", launch_inputs, round_mid(ffn, tokens_, false, down), stream_);
     then("multiply by the shared down", launch_gemm, down,
-         gemm(ffn, weights_.shared_down, GemmKind::down, down.tiled), multiprocessors(), stream_);
+         gemm(ffn, weights_.shared_down, GemmKind::down, down.tiled), nullptr, multiprocessors(), stream_);
   }
 
   CombineArgs combine() const {

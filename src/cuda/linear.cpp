@@ -274,7 +274,8 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
   const int parts = in.offsets == nullptr && !options.batch_invariant
                         ? parts_of(packed, choice.kernel(false), rows, device.multiprocessors)
                         : 1;
-  if (parts == 1) return cuda::check(launch_gemm(kernel, args, device.multiprocessors, stream), "multiply");
+  if (parts == 1)
+    return cuda::check(launch_gemm(kernel, args, nullptr, device.multiprocessors, stream), "multiply");
   args.parts = parts;
   args.expert_stride = 0;
   args.steps /= parts;
@@ -282,7 +283,8 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
   args.out = buffers.part_sums.at(base);
   args.out_dtype = DType::f32;
   args.part_out = rows * shape.n;
-  if (Status status = cuda::check(launch_gemm(kernel, args, device.multiprocessors, stream), "multiply");
+  if (Status status =
+          cuda::check(launch_gemm(kernel, args, nullptr, device.multiprocessors, stream), "multiply");
       !status.ok())
     return status;
   return cuda::check(launch_sum({parts, buffers.part_sums.at(base), in.bias, y}, stream), "add parts up");

@@ -28,8 +28,7 @@ static_assert(
     }(),
     "a kernel rounds to one operand of each kind");
 
-/// Warps that round, and columns of a row that one of them has in registers.
-inline constexpr int kRoundingWarps = 16;
+/// Columns of a row that a warp that rounds has in registers.
 constexpr int columns_of_rounding_warp(const Operand& activation) {
   return has_record_scales(activation) ? 512 : 1024;
 }
@@ -38,17 +37,21 @@ constexpr int columns_of_rounding_warp(const Operand& activation) {
 struct GemmChain {
   GemmArgs of[2];
   std::int32_t count = 1;
-  /// Of two, 0 before the launch: how many tiles, and pieces to be rounded, have been taken; and
-  /// [tile_rows / 8], of an item's first row: its tiles that the first multiply has finished, and its pieces
-  /// that are rounded.
-  std::int32_t *next_tile = nullptr, *next_piece = nullptr, *finished = nullptr;
+  /// 0 before the launch: how many tiles have been taken; or nullptr, and blocks take them in turn.
+  std::int32_t* next_tile = nullptr;
+  /// Of two, 0 before the launch: how many pieces to be rounded have been taken; and [tile_rows / 8], of an
+  /// item's first row: its tiles that the first multiply has finished, and its pieces that are rounded.
+  std::int32_t *next_piece = nullptr, *finished = nullptr;
   /// Of two, where the second one reads codes: from the first one's results to its inputs, in at most so many
   /// pieces of an item, each of so many rows, a row by so many warps.
   InputArgs rounding;
   std::int32_t rounding_pieces = 0, rounding_rows = 0, rounding_warps = 1;
 };
 
-/// By a kernel that chains. rounding: nullptr where the second multiply reads 16-bit numbers. progress: 0,
+/// Whether a layer's multiplies, of so many slots and experts, are faster in one launch. rounding: as below.
+bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const GemmArgs& first,
+                  const InputArgs* rounding);
+/// By a kernel that has one. rounding: nullptr where the second multiply reads 16-bit numbers. progress: 0,
 /// 2 + tile_rows / 8 of them.
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,
                          const InputArgs* rounding, std::int32_t* progress, int multiprocessors,

@@ -47,18 +47,26 @@ GemmArgs complete(const GemmKernel& kernel, GemmArgs args, int multiprocessors) 
   return args;
 }
 
+/// Warps that multiply, and so round.
+int multiplying_warps(const GemmKernel& kernel) {
+  constexpr int that_copy = 4;
+  return kernel.threads / 32 - that_copy;
+}
+
 /// As few warps for a row as have all of it in registers; and small pieces, but not many more than there are
 /// thread blocks.
-void set_rounding(GemmChain& chain, const InputArgs& rounding, int multiprocessors) {
+void set_rounding(GemmChain& chain, const GemmKernel& kernel, const InputArgs& rounding,
+                  int multiprocessors) {
   chain.rounding = rounding;
+  const int all_warps = multiplying_warps(kernel);
   int& warps = chain.rounding_warps;
-  while (warps < kRoundingWarps && warps * columns_of_rounding_warp(rounding.activation) < rounding.stride)
+  while (warps < all_warps && warps * columns_of_rounding_warp(rounding.activation) < rounding.stride)
     warps *= 2;
   const GemmArgs& args = chain.of[0];
   const int items = std::min(args.experts, args.slots), most = multiprocessors * 3 / 2;
   int &rows = chain.rounding_rows, &pieces = chain.rounding_pieces;
   do {
-    rows += kRoundingWarps / warps;
+    rows += all_warps / warps;
     pieces = (args.tile_tokens + rows - 1) / rows;
   } while (pieces > 1 && pieces * items > most);
 }
@@ -77,14 +85,20 @@ GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int 
 }
 
 cudaError_t prepare_gemm(const GemmKernel& kernel) {
-  return cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              kernel.shared_bytes + kernel.teams * kernel.team_bytes);
+  for (const void* function : {kernel.function, kernel.chain})
+    if (function != nullptr)
+      if (const cudaError_t error =
+              cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   kernel.shared_bytes + kernel.teams * kernel.team_bytes);
+          error != cudaSuccess)
+        return error;
+  return cudaSuccess;
 }
 
-cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
-                        cudaStream_t stream) {
+cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int32_t* next_tile,
+                        int multiprocessors, cudaStream_t stream) {
   GemmArgs own = complete(kernel, args, multiprocessors);
-  GemmChain chain{.of = {own, {}}};
+  GemmChain chain{.of = {own, {}}, .next_tile = next_tile};
   void* parameters[] = {kernel.tiled ? static_cast<void*>(&chain) : &own};
   const int teams = teams_for(kernel, args, multiprocessors);
   return launch_dependent(
@@ -97,6 +111,16 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int mult
       parameters);
 }
 
+bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const GemmArgs& first,
+                  const InputArgs* rounding) {
+  if (gate_up.chain == nullptr || gate_up.chain != down.chain) return false;
+  if (gate_up.chain == gate_up.function || rounding == nullptr) return true;
+  // Two warpgroups round: they should have not much to do, and rows in registers, to be as fast as a launch.
+  constexpr int few_tokens = 24;
+  return first.slots <= std::int64_t{few_tokens} * first.experts &&
+         rounding->stride <= multiplying_warps(gate_up) * columns_of_rounding_warp(rounding->activation);
+}
+
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,
                          const InputArgs* rounding, std::int32_t* progress, int multiprocessors,
                          cudaStream_t stream) {
@@ -105,9 +129,9 @@ cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const 
                   .next_tile = progress,
                   .next_piece = progress + 1,
                   .finished = progress + 2};
-  if (rounding != nullptr) set_rounding(chain, *rounding, multiprocessors);
+  if (rounding != nullptr) set_rounding(chain, kernel, *rounding, multiprocessors);
   void* parameters[] = {&chain};
-  return launch_dependent(kernel.function,
+  return launch_dependent(kernel.chain,
                           {.blocks = static_cast<unsigned>(multiprocessors),
                            .threads = static_cast<unsigned>(kernel.threads),
                            .stream = stream,

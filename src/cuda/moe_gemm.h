@@ -170,7 +170,8 @@ struct GemmKernel {
   int team_groups = 1;     ///< groups that keep a team's warps busy, by items of all their tokens
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
-  bool chains = false;           ///< a launch may be two multiplies (moe_chain.h)
+  bool counts = false;           ///< blocks take tiles as they come to them, if there is a counter
+  const void* chain = nullptr;   ///< for two multiplies in one launch (moe_chain.h), or nullptr
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers
 
   /// In which its inputs lie.
@@ -198,7 +199,8 @@ GATEFOLD_HD constexpr int tiles_of_item(int groups, int tile_groups, int sharing
 
 /// Once for each device, before the first launch.
 cudaError_t prepare_gemm(const GemmKernel& kernel);
-cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors,
-                        cudaStream_t stream);
+/// next_tile: 0, the counter of a kernel that counts; or nullptr, and blocks take tiles in turn.
+cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int32_t* next_tile,
+                        int multiprocessors, cudaStream_t stream);
 
 }  // namespace gatefold::cuda

@@ -372,7 +372,7 @@ __device__ __forceinline__ void multiply_tiles(const GemmChain& chain, Warpgroup
     const Tile tile = multiply_tile_of<T>(chain, next, ring, barriers, at, memory, result);
     const GemmArgs& args = multiply_of<T>(chain, tile);
     finish_tile<T>(args, tile, end_scales<T>(args, tile, memory), memory, result);
-    if constexpr (chains<T>) {
+    if constexpr (T::counts) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive(ring.found.multiplied + tile.place);
     }
@@ -397,7 +397,7 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
     if (warp == T::warps) {
       copy_tile_weights<T, false>(chain, ring, memory);
     } else if (warp == T::warps + 1) {
-      if constexpr (!chains<T>) find_tiles<T>(args, ring.found.inputs, 0);
+      if constexpr (!T::counts) find_tiles<T>(args, ring.found.inputs, 0);
       wait_for_previous_kernel();
       global_memory_to_copies();
       let_next_kernel_start();
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(T::threads, 1) moe_wgmma(const __grid_constant
     } else if (warp == T::warps + 2) {
       if constexpr (T::P.apart()) copy_tile_weights<T, true>(chain, ring, memory);
     } else {
-      if constexpr (chains<T>) find_tiles_for_all<T>(chain, ring.found);
+      if constexpr (T::counts) find_tiles_for_all<T>(chain, ring.found);
     }
   } else {
     take_registers<T::registers>();

@@ -160,10 +160,10 @@ __device__ __forceinline__ void wait_for_inputs(const RingBarriers<T>& barriers,
 /// before, is decoded, and the one after it is loaded.
 template <class T, int N>
 requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline__ Tile
-    multiply_tile(const GemmChain& chain, const Tile&, const WarpgroupRing<T>& ring,
+    multiply_tile(const GemmChain& chain, const Tile& next, const WarpgroupRing<T>& ring,
                   const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  const GemmArgs& args = chain.of[0];
+  const GemmArgs& args = multiply_of<T>(chain, next);
   static_assert(!T::record_scales && T::steps == 2);
   const UnitPlace<T> places[2] = {UnitPlace<T>(0), UnitPlace<T>(1)};
   const std::uint32_t all_columns = swizzled_rows(shared_address(memory));

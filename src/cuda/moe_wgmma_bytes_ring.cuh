@@ -25,13 +25,16 @@ struct ByteTraits {
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
   static constexpr InputKind input = kInput;
-  static constexpr bool bytes = true, few = kSize == TileSize::few, may_share = !few;
+  static constexpr bool bytes = true, few = kSize == TileSize::few;
   static constexpr bool record_scales = Plain::record_scales;
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
   /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
   static constexpr bool fast = kInput == InputKind::e4m3_fast || P.for_bytes;
   static constexpr bool parts = Plain::scaled_groups || (M == formats::e4m3 && !fast);
+  /// Where nothing is done to operands or to sums, multiplies are so fast that reading tokens from the L2
+  /// cache may take as long.
+  static constexpr bool may_share = !few && from_memory && !record_scales, counts = !may_share;
   using Sum = std::conditional_t<M == formats::int8 && !parts, std::int32_t, float>;  ///< of a tile
   /// Operands that it can take.
   static constexpr bool possible = fits_bytes(P, M) && (P.for_bytes || P.group == kRecordColumns) &&

@@ -67,6 +67,37 @@ struct EndScales {
   const float *tokens, *rows;
 };
 
+/// What an end reads of GemmArgs, by the same names. One multiply's are constants, which instructions read in
+/// place. One of two multiplies' would be loaded where they are needed, one after the other: all are at once.
+struct EndArgs {
+  const std::byte* weights;
+  std::int64_t expert_stride;
+  std::int32_t groups, rows;
+  GemmKind kind;
+  Activation activation;
+  const float *bias, *up_bias;
+  void* out;
+  std::int64_t out_stride, part_out;
+  std::int32_t out_tile_rows;
+  DType out_dtype;
+
+  __device__ __forceinline__ explicit EndArgs(const GemmArgs& args)
+      : weights(args.weights),
+        expert_stride(args.expert_stride),
+        groups(kept(args.groups)),
+        rows(kept(args.rows)),
+        kind(kept(args.kind)),
+        activation{kept(args.activation.kind), kept(args.activation.alpha), kept(args.activation.beta),
+                   kept(args.activation.limit)},
+        bias(kept(args.bias)),
+        up_bias(kept(args.up_bias)),
+        out(kept(args.out)),
+        out_stride(kept(args.out_stride)),
+        part_out(kept(args.part_out)),
+        out_tile_rows(kept(args.out_tile_rows)),
+        out_dtype(kept(args.out_dtype)) {}
+};
+
 /// What a lane finishes of a unit, by pieces of an item's tokens: sums 4 i and + 1 are the first row's by
 /// tokens 8 i + token_ and + 1, sums 4 i + 2 and + 3 the second one's.
 template <class T>
@@ -324,7 +355,7 @@ class LaneRows {
     }
   }
 
-  const GemmArgs& args_;
+  const std::conditional_t<chains<T>, EndArgs, const GemmArgs&> args_;
   const Tile& tile_;
   const EndScales scales_;
   bool gate_up_;

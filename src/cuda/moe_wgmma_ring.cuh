@@ -26,7 +26,8 @@ struct WarpgroupTraits {
   using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = Plain::M;
-  static constexpr bool bytes = false, may_share = kMany;
+  static constexpr bool bytes = false, few = !kMany;
+  static constexpr bool may_share = false, counts = true;
   /// Operands that one multiply can take.
   static constexpr bool possible = !Plain::split_inputs && !Plain::split_weights;
   /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next.
@@ -97,10 +98,14 @@ struct alignas(16) Tile {
   std::uint32_t first_group : 28 = 0, place : 3 = 0, second : 1 = 0;
 };
 
-/// GemmKernel::chains. Where two warpgroups decode weights to bytes, and multiply them, a chain takes longer
-/// than launches of their own as soon as experts have some 32 tokens.
+/// The same kernel, whose blocks take tiles in turn.
 template <class T>
-inline constexpr bool chains = !T::may_share && T::warps == 16;
+struct InTurn : T {
+  static constexpr bool counts = false;
+};
+/// Whether a launch may be two multiplies (moe_chain.h).
+template <class T>
+inline constexpr bool chains = T::counts&& T::few;
 /// Whether what is between both multiplies of a chain has to be rounded.
 template <class T>
 inline constexpr bool rounds = chains<T>&& T::bytes;
@@ -147,11 +152,10 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i, int items) 
 /// Of both multiplies of a chain.
 template <class T>
 __device__ __forceinline__ Tile tile_at(const GemmChain& chain, int i, int items) {
-  const GemmArgs& first = chain.of[0];
-  const int of_first = items * tiles_of_item(first.groups, T::groups, 1);
-  if (i < of_first || chain.count == 1) return tile_at<T>(first, i, items);
-  Tile tile = tile_at<T>(chain.of[1], i - of_first, items);
-  tile.second = 1;
+  const int of_first = items * tiles_of_item(chain.of[0].groups, T::groups, 1);
+  const bool second = chains<T> && chain.count == 2 && i >= of_first;
+  Tile tile = tile_at<T>(chain.of[second], i - (second ? of_first : 0), items);
+  tile.second = second;
   return tile;
 }
 
@@ -210,8 +214,8 @@ struct FoundTiles {
   }
 };
 
-/// What belongs to the stages in shared memory. Kernels that do not chain take tiles in turn, which each warp
-/// that copies finds by itself: with one warp for all, fp8 by fp8 took 2 to 3 % longer.
+/// What belongs to the stages in shared memory. Where blocks only take tiles in turn, each warp that copies
+/// finds them by itself: with one warp for all, fp8 by fp8 took 2 to 3 % longer.
 template <class T>
 struct WarpgroupRing {
   std::uint64_t weights_full[T::most_stages], weights_empty[T::most_stages];
@@ -220,7 +224,7 @@ struct WarpgroupRing {
   struct Ahead {
     TilesAhead weights, extras, inputs;
   };
-  std::conditional_t<chains<T>, FoundTiles, Ahead> found;
+  std::conditional_t<T::counts, FoundTiles, Ahead> found;
   Stages<T> stages;
   static constexpr bool with_tables = T::bytes && T::P.for_bytes;
   ByteTable tables[with_tables ? kByteTables : 1];
@@ -236,7 +240,7 @@ struct WarpgroupRing {
     init_barrier(weights_empty + stage, T::warps);
     init_barrier(inputs_full + stage, 1);
     init_barrier(inputs_empty + stage, T::warps * sharing<T>(args));
-    if constexpr (chains<T>) {
+    if constexpr (T::counts) {
       static_assert(FoundTiles::kMost == T::most_stages);
       found.init(stage, T::warps);
     }
@@ -250,7 +254,7 @@ enum class Filler { weights, extras, inputs };
 /// found for inputs.
 template <class T, Filler kBy>
 __device__ __forceinline__ Tile tile_of_block(const GemmChain& chain, WarpgroupRing<T>& ring, int i) {
-  if constexpr (!chains<T>) {
+  if constexpr (!T::counts) {
     TilesAhead& ahead = kBy == Filler::weights  ? ring.found.weights
                         : kBy == Filler::extras ? ring.found.extras
                                                 : ring.found.inputs;
@@ -355,12 +359,12 @@ __device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring
       if (tile.count == 0) return;
       if (lane < copies) {
         // Of many tokens, several items read the same weights.
-        constexpr auto copy = T::may_share ? copy_bulk : copy_bulk_once;
+        constexpr auto copy = T::few ? copy_bulk_once : copy_bulk;
         copy(to + place.index * T::weight_bytes, from, steps * each, full);
       }
       place.advance(stages.weights);
       all_filled |= place.index == 0;
-      if constexpr (chains<T> && !kExtras)
+      if constexpr (T::counts && !kExtras)
         if (lane == 0 && step == wants_next_at) arrive(&ring.found.wanted);
     }
   }
@@ -424,8 +428,8 @@ __device__ void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring,
   }
 }
 
-/// Finds tiles for all, in turn, or, of a chain, when they are wanted. When other tiles need the results of
-/// one, and these are there, says so to other blocks. By a warp.
+/// Finds tiles for all, in turn, or, if there is a counter, when they are wanted. When other tiles need the
+/// results of one, and these are there, says so to other blocks. By a warp.
 template <class T>
 __device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
   constexpr int kMost = FoundTiles::kMost;
@@ -433,7 +437,7 @@ __device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
             blocks = static_cast<int>(gridDim.x);
   // Blocks of a chain wait for each other's tiles. So none has a tile before it runs: there might be no
   // multiprocessor for it but those of blocks that wait.
-  const bool in_turn = chain.count == 1;
+  const bool in_turn = chain.next_tile == nullptr;
   const int items = item_count(chain.of[0]);
   for (int found = 0, done = 0, last = INT_MAX;;) {
     if (found <= last && found - done < kMost && (in_turn || tiles.is_wanted(found))) {
@@ -462,7 +466,7 @@ __device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
     } else if (!same_in_warp(ends_within(some_ns, multiplied, parity))) {
       continue;
     }
-    if (lane == 0 && !in_turn) {
+    if (lane == 0 && chain.count == 2) {
       const Tile& tile = tiles.tiles[done % kMost];
       if (!tile.second) {
         __threadfence();

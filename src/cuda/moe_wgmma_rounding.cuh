@@ -17,7 +17,6 @@ struct RoundedTo {
 
 template <class T>
 __device__ __forceinline__ void sync_multiplying() {
-  static_assert(T::warps == kRoundingWarps);
   sync_threads<T::warps * 32>(1 + T::warps / 4);  // after those of warpgroups
 }
 

@@ -21,7 +21,8 @@ GemmKernel warpgroup_kernel() {
             .tile_groups = T::groups,
             .may_share = T::may_share,
             .tiled = true,
-            .chains = chains<T>};
+            .counts = !T::few,
+            .chain = T::few ? reinterpret_cast<const void*>(&moe_wgmma<T>) : nullptr};
   return {};
 }
 

@@ -61,10 +61,20 @@ __device__ __forceinline__ float2 load_two_f32(std::uint32_t shared) {
   return x;
 }
 
-/// A value that is not computed again.
-__device__ __forceinline__ std::uint32_t kept(std::uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
+/// A value that is neither computed nor loaded again.
+template <class T>
+__device__ __forceinline__ T kept(T value) {
+  if constexpr (sizeof(T) == 8) {
+    auto bits = __builtin_bit_cast(std::uint64_t, value);
+    asm volatile("" : "+l"(bits));
+    return __builtin_bit_cast(T, bits);
+  } else if constexpr (sizeof(T) == 4) {
+    auto bits = __builtin_bit_cast(std::uint32_t, value);
+    asm volatile("" : "+r"(bits));
+    return __builtin_bit_cast(T, bits);
+  } else {
+    return static_cast<T>(kept(static_cast<std::uint32_t>(value)));
+  }
 }
 
 /// What all lanes have, so that the compiler knows: it then is in a register of the warp, from which

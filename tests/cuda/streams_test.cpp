@@ -46,7 +46,7 @@ class Calls {
 
   static MoeSpec spec_of(SchemeId scheme) {
     MoeSpec spec = small_spec(scheme);
-    spec.experts = 24;
+    spec.experts = 40;  // so few tokens each that all layers have a chain
     spec.top_k = 3;
     spec.hidden = 1024;
     spec.intermediate = 512;
@@ -69,7 +69,7 @@ class Calls {
 // alone.
 TEST_F(Streams, LayersAtTheSameTime) {
   const Calls layers[] = {Calls(SchemeId::int4_g128), Calls(SchemeId::fp8_block),
-                          Calls(SchemeId::fp8_block_afp8)};
+                          Calls(SchemeId::fp8_block_afp8), Calls(SchemeId::mxfp4_afp8)};
   cudaStream_t streams[std::size(layers)];
   for (cudaStream_t& stream : streams)
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
