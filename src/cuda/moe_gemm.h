@@ -170,7 +170,7 @@ struct GemmKernel {
   int team_groups = 1;     ///< groups that keep a team's warps busy, by items of all their tokens
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
-  bool counts = false;           ///< blocks take tiles as they come to them, if there is a counter
+  bool counts = false;           ///< launches of one multiply have a counter, by which blocks take tiles
   const void* chain = nullptr;   ///< for two multiplies in one launch (moe_chain.h), or nullptr
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers
 

@@ -12,7 +12,7 @@ constexpr bool has_kind(SchemeId id, InputKind kind) {
 }
 
 /// For few tokens that two warpgroups decode for, a launch of one multiply has a kernel of its own: by the
-/// one for two, layers took 5 to 8 us longer.
+/// one for two, layers took up to 8 us longer.
 template <class T>
 GemmKernel kernel_of() {
   using Alone = std::conditional_t<T::few && !T::from_memory, InTurn<T>, T>;

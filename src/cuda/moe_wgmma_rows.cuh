@@ -79,6 +79,7 @@ requires(T::bytes&& T::from_memory && !T::token_rows) __device__ __forceinline__
     const std::uint32_t full = barriers.weights_full + place.index * 8;
     wait_barrier(full, place.parity);
     wait_barrier(full + barriers.inputs_after, place.parity);
+    // Of few tokens the compiler knows it to be the same in all lanes; sums leave no register for more.
     const int index = T::few && !T::record_scales ? place.index : reduced_in_warp(place.index);
     const std::uint32_t rows = add_bytes(weights, index * T::weight_bytes),
                         columns = add_bytes(inputs, index * S::input_bytes);
