@@ -173,13 +173,13 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
                   const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   static_assert(!T::record_scales);
   constexpr int kBatches = kRecordColumns / T::batch;
-  const Stages<T> stages = ring.stages;  // in registers
+  const Stages<T> stages = reduced_in_warp(ring.stages);
   const int lane = threadIdx.x % 32;
   UnitSums<T, N> to;
   to.clear();
   Fragments<T> fragments[2];
   StageRecords<T> records;
-  const int steps = multiply_of<T>(chain, next).steps;
+  const int steps = reduced_in_warp(multiply_of<T>(chain, next).steps);
   const auto release_weights = [&] {
     if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
     at.weights.advance(stages.weights);
@@ -195,8 +195,8 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
       const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
       if (of_inputs == 0) wait_barrier(inputs_full, at.inputs.parity);
       const std::uint32_t rows = shared_address(memory + at.inputs.index * stages.input_bytes),
-                          columns = add_bytes(swizzled_rows(__shfl_sync(~0u, rows, 0)),
-                                              of_inputs * 2 * stages.half);
+                          columns =
+                              add_bytes(swizzled_rows(reduced_in_warp(rows)), of_inputs * 2 * stages.half);
       const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
@@ -243,7 +243,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   static_assert(T::input_steps == 1);
   constexpr PackedFormat P = T::P;
   constexpr int kParts = kRecordColumns / T::batch * T::units;  // of a step: batches of columns by units
-  const Stages<T>& stages = ring.stages;
+  const Stages<T> stages = reduced_in_warp(ring.stages);
   const int lane = threadIdx.x % 32;
   UnitSums<T, N> to[T::units];
 #pragma unroll
@@ -266,10 +266,11 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
     if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
     at.weights.advance(stages.weights);
   };
+  const std::uint32_t all_rows = swizzled_rows(shared_address(memory));
   /// The rows of a stage of activations, as soon as they are there.
   const auto wait_for_inputs = [&](const StagePlace& place) {
     wait_barrier(barriers.inputs_full + place.index * 8, place.parity);
-    return swizzled_rows(shared_address(memory + place.index * stages.input_bytes));
+    return add_bytes(all_rows, reduced_in_warp(place.index * stages.input_bytes));
   };
   enter_weights();
   decode(0, 0);
@@ -277,8 +278,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   int left = multiply_of<T>(chain, next).steps;  // that are not multiplied
   // Step kStep of a stage of weights. Returns whether it was the last one of all.
   const auto multiply_step = [&]<int kStep>() {
-    const std::uint32_t columns = __shfl_sync(~0u, rows, 0);  // the same for all lanes
-    const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
+    const std::uint32_t halves[2] = {rows, add_bytes(rows, stages.half)};
     const bool last = --left == 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -368,6 +368,8 @@ __device__ __forceinline__ void multiply_tiles(const GemmChain& chain, Warpgroup
       }
     }
     copy_end_scales<T>(multiply_of<T>(chain, next), next, memory);
+    // Lanes are together then, which the compiler has to know (reduced_in_warp). Of bytes, above.
+    if constexpr (!T::bytes) sync_threads<128>(1 + threadIdx.x / 128);
     TileResult<T> result;
     const Tile tile = multiply_tile_of<T>(chain, next, ring, barriers, at, memory, result);
     const GemmArgs& args = multiply_of<T>(chain, tile);

@@ -89,6 +89,13 @@ struct Stages {
         weights_at(inputs * input_bytes),
         weights(min(T::most_stages, (T::ring_bytes - weights_at) / T::weight_bytes)) {}
 };
+/// In registers of the warp.
+template <class T>
+__device__ __forceinline__ Stages<T> reduced_in_warp(Stages<T> stages) {
+  for (int* number : {&stages.half, &stages.input_bytes, &stages.inputs, &stages.weights_at, &stages.weights})
+    *number = reduced_in_warp(*number);
+  return stages;
+}
 
 /// A tile of an item; of no tokens: there are no more.
 struct alignas(16) Tile {

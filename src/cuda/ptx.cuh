@@ -83,10 +83,14 @@ __device__ __forceinline__ T kept(T value) {
 __device__ __forceinline__ int same_in_warp(int value) {
   return __shfl_sync(~0u, value, 0);
 }
-/// The same where it is read at once, as a descriptor: the reducer's result is in such a register, that of a
-/// shuffle is copied there for each multiply. But what is kept in a loop is copied back.
+/// The same by the reducer, whose result is in such a register: that of a shuffle is copied there for each
+/// use, as a descriptor for each multiply. What is kept in a loop is copied back unless the compiler knows
+/// that the warp's lanes are together: after a barrier of whole warps.
 __device__ __forceinline__ std::uint32_t reduced_in_warp(std::uint32_t value) {
   return __reduce_or_sync(~0u, value);
+}
+__device__ __forceinline__ int reduced_in_warp(int value) {
+  return static_cast<int>(reduced_in_warp(static_cast<std::uint32_t>(value)));
 }
 /// True for one lane of a warp, all of which come here.
 __device__ __forceinline__ bool one_of_warp() {
@@ -256,7 +260,7 @@ __device__ __forceinline__ Value read_by_lane_0(const Value& shared) {
   static_assert(sizeof(Value) == 16);
   int4 words{};
   if (threadIdx.x % 32 == 0) words = reinterpret_cast<const int4&>(shared);
-  for (int* word : {&words.x, &words.y, &words.z, &words.w}) *word = __shfl_sync(~0u, *word, 0);
+  for (int* word : {&words.x, &words.y, &words.z, &words.w}) *word = reduced_in_warp(*word);
   return reinterpret_cast<const Value&>(words);
 }
 

@@ -19,6 +19,12 @@ __device__ __forceinline__ std::uint32_t add_bytes(std::uint32_t rows, int bytes
   return rows + (bytes >> 4);
 }
 
+/// The whole descriptor. Put together inside of a multiply, its halves took a register of the warp more, and
+/// a move to there and back, for each.
+__device__ __forceinline__ std::uint64_t descriptor(std::uint32_t rows) {
+  return std::uint64_t{0x40000040} << 32 | rows;
+}
+
 /// Before the first multiply, and after registers of the next ones were written.
 __device__ __forceinline__ void begin_multiplies() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -84,12 +90,11 @@ struct Wgmma;
         GATEFOLD_WGMMA_OF("f16", #n, a0, a1, a2, a3, b, registers, __VA_ARGS__);                            \
     }                                                                                                       \
   };
-#define GATEFOLD_WGMMA_OF(type, n, a0, a1, a2, a3, b, registers, ...)                                        \
-  asm volatile("{\n.reg .b64 rows;\nmov.b64 rows, {%" #b                                                     \
-               ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers \
-               "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, rows, 1, 1, 1, 0;\n}\n"                         \
-               : __VA_ARGS__                                                                                 \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(rows))
+#define GATEFOLD_WGMMA_OF(type, n, a0, a1, a2, a3, b, registers, ...)                                    \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers "}, {%" #a0 \
+               ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 0;\n"                                 \
+               : __VA_ARGS__                                                                             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(rows)))
 
 GATEFOLD_WGMMA(16, 8, 9, 10, 11, 12, "%0, %1, %2, %3, %4, %5, %6, %7", GATEFOLD_D4(0), GATEFOLD_D4(4))
 GATEFOLD_WGMMA(24, 12, 13, 14, 15, 16, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11", GATEFOLD_D4(0),

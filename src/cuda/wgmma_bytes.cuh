@@ -32,12 +32,12 @@ namespace gatefold::cuda {
 template <int N>
 struct ByteWgmma;
 
-#define GATEFOLD_BYTE_WGMMA_OF(n, types, tail, a0, a1, a2, a3, b, add, registers, ...)                    \
-  asm volatile("{\n.reg .pred add;\n.reg .b64 rows;\nsetp.ne.b32 add, %" #add ", 0;\nmov.b64 rows, {%" #b \
-               ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" registers         \
-               "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, rows, add" tail ";\n}\n"                     \
-               : __VA_ARGS__                                                                              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(rows), "n"(kAdd ? 1 : 0))
+#define GATEFOLD_BYTE_WGMMA_OF(n, types, tail, a0, a1, a2, a3, b, add, registers, ...)                      \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n   \
+               "k32." types " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", add" tail \
+               ";\n}\n"                                                                                     \
+               : __VA_ARGS__                                                                                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(rows)), "n"(kAdd ? 1 : 0))
 /// The numbers of the operands follow those of the sums.
 #define GATEFOLD_BYTE_WGMMA(n, a0, a1, a2, a3, b, add, registers, sums)                                   \
   template <>                                                                                             \
@@ -100,13 +100,11 @@ GATEFOLD_BYTE_WGMMA(256, 128, 129, 130, 131, 132, 133,
 template <int N>
 struct RowsWgmma;
 
-#define GATEFOLD_ROWS_WGMMA_OF(n, types, tail, a, b, add, registers, ...)                         \
-  asm volatile("{\n.reg .pred add;\n.reg .b64 rows, columns;\nsetp.ne.b32 add, %" #add            \
-               ", 0;\nmov.b64 rows, {%" #a ", 0x40000040};\nmov.b64 columns, {%" #b               \
-               ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" #n "k32." types " {" registers \
-               "}, rows, columns, add" tail ";\n}\n"                                              \
-               : __VA_ARGS__                                                                      \
-               : "r"(a_rows), "r"(b_rows), "n"(kAdd ? 1 : 0))
+#define GATEFOLD_ROWS_WGMMA_OF(n, types, tail, a, b, add, registers, ...)                                 \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
+               "k32." types " {" registers "}, %" #a ", %" #b ", add" tail ";\n}\n"                       \
+               : __VA_ARGS__                                                                              \
+               : "l"(descriptor(a_rows)), "l"(descriptor(b_rows)), "n"(kAdd ? 1 : 0))
 /// The numbers of the operands follow those of the sums.
 #define GATEFOLD_ROWS_WGMMA(n, a, b, add, registers, sums)                                     \
   template <>                                                                                  \
