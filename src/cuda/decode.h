@@ -153,14 +153,16 @@ GATEFOLD_HD Pair scale_bytes(Pair moved, Pair term) {
   return multiply<M>(moved, power);
 }
 
-/// e4m3, a word. A byte below copies of its sign: a shift brings both to where M has them.
+/// e4m3, codes 2 i and 2 i + 1 of a word, sign and fields to where M has them: a byte below copies of its
+/// sign, which a shift brings there.
+template <Format M>
+GATEFOLD_HD Pair move_e4m3(std::uint32_t word, int i) {
+  const std::uint32_t halves = select_bytes(word, word, i == 0 ? 0xa280 : 0xb391);
+  return M == formats::f16 ? halves << 7 & 0xbf80bf80u : halves << 4 & 0x87f087f0u;
+}
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_e4m3(std::uint32_t word, Pair term, Pair* out) {
-  for (int i = 0; i < 2; ++i) {
-    const std::uint32_t halves = select_bytes(word, word, i == 0 ? 0xa280 : 0xb391);
-    const Pair moved = M == formats::f16 ? halves << 7 & 0xbf80bf80u : halves << 4 & 0x87f087f0u;
-    out[i] = scale_bytes<P, M>(moved, term);
-  }
+  for (int i = 0; i < 2; ++i) out[i] = scale_bytes<P, M>(move_e4m3<M>(word, i), term);
 }
 
 /// e5m2, a word.
@@ -229,6 +231,28 @@ GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
   } else {
     decode_e2m1<P, M>(words[0], term, out);
   }
+}
+
+/// A power of two by which inputs are larger where weights are left too small, or 1: fields of e4m3, where
+/// bf16 has them, are numbers 2^120 too small, and products with them would not be normal in f32. Inputs of
+/// 2^72 or more become infinite.
+template <PackedFormat P, Format M>
+constexpr float input_scale() {
+  return P.value == formats::e4m3 && !P.folded && M == formats::bf16 ? 0x1p56f : 1;
+}
+/// By which sums of products of such inputs and of weights by decode8_small are multiplied.
+template <PackedFormat P, Format M>
+constexpr float sum_scale() {
+  return input_scale<P, M>() != 1 ? 0x1p120f / input_scale<P, M>()
+                                  : static_cast<float>(1 << decoded_power<P, M>());
+}
+/// decode8, of weights that may be too small.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode8_small(const std::uint32_t* words, Pair term, Pair* out) {
+  if constexpr (input_scale<P, M>() == 1)
+    decode8<P, M>(words, term, out);
+  else
+    for (int i = 0; i < 4; ++i) out[i] = move_e4m3<M>(words[i / 2], i % 2);
 }
 
 /// f16 as the sum of two bf16, exactly: what a bf16 multiply needs where one operand is f16 and the other is

@@ -10,12 +10,14 @@
 namespace gatefold::cuda {
 namespace {
 
+constexpr double kStart = 29000;  ///< clocks of a multiply
+
 /// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/performance.md): of a group of
 /// units in one item, or of a tile of groups; for each token that is multiplied; and for each at its end.
 /// `several`: times that where an expert has several items, whose multiplies are the limit, not reading: two
-/// warpgroups hide less than three.
+/// warpgroups hide less than three. `second_start`: of a second multiply, which may be in the same launch.
 struct Costs {
-  double decode, token, end, several = 1;
+  double decode, token, end, several = 1, second_start = kStart;
 };
 Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
   const GemmKernel& kernel = choice.kernels[0];
@@ -45,13 +47,14 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
            : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
                                                 : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
-  if (bits == 8) return few ? Costs{1332, 16.2, 46} : Costs{903, 18.6, 107};
-  return few ? Costs{739, 17.7, 56} : Costs{769, 16.5, 80};
+  if (bits == 8) return few ? Costs{1100, 16.2, 46, 1, 0} : Costs{903, 18.6, 107};
+  return few ? Costs{800, 17.7, 60, 1, 8000} : Costs{769, 16.5, 80};
 }
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
 constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
 constexpr double kOverlap = 5.5;      ///< reading and multiplying overlap: a norm of this power
-constexpr double kStart = 29000;      ///< of a multiply
+constexpr double kRoom = 0.0006;      ///< that much longer reading takes for each token of an item, whose
+                                      ///< columns leave less room for weights ahead
 constexpr double kItems = 17900;      ///< of sorting slots and cutting tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
@@ -136,9 +139,10 @@ double multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, int
 
 constexpr double kSum = 4500;  ///< of a kernel that adds up parts
 
-/// Clocks of one multiply.
-double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& choice, int tokens,
+/// Clocks of multiply i.
+double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, int tokens,
                const std::vector<Load>& loads, int multiprocessors) {
+  const GemmMatrices& m = work.multiplies[i];
   const PackedFormat format = packed_format(gatefold::scheme(work.scheme));
   const PackedShape shape(format, m.rows, m.k, m.count);
   const Costs costs = costs_of(format, choice);
@@ -163,10 +167,12 @@ double predict(const GemmWork& work, const GemmMatrices& m, const GemmChoice& ch
   // Warps share out groups equally; tiles are whole.
   const int parts = work.in_parts ? parts_of(shape, choice.kernel(false), tokens, multiprocessors) : 1;
   const double waves = tiles * parts / multiprocessors, uneven = warps ? 1 : std::ceil(waves - 1e-9) / waves;
+  const bool fills_ring = !warps && choice.kernels[0].tokens <= kFewTokensOfTile;
+  const double read_bytes = kReadBytes / (fills_ring ? 1 + kRoom * tile : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
-  return kStart + (parts > 1 ? kSum : 0) +
+  return (i == 0 ? kStart : costs.second_start) + (parts > 1 ? kSum : 0) +
          std::pow(
-             term(read / kReadBytes) + term(cached / kCacheBytes) + term(clocks / multiprocessors * uneven),
+             term(read / read_bytes) + term(cached / kCacheBytes) + term(clocks / multiprocessors * uneven),
              1 / kOverlap);
 }
 
@@ -176,8 +182,8 @@ double predict(const GemmWork& work, const GemmChoice& choice, int tokens, const
   const bool finds_items = few && choice.whole && choice.tuning.body == CudaTuning::Body::warps;
   double clocks = work.experts > 1 && !finds_items ? kItems : 0;
   for (const Loads& routing : routings)
-    for (const GemmMatrices& m : work.multiplies)
-      clocks += routing.part * predict(work, m, choice, tokens, routing.all, multiprocessors);
+    for (std::size_t i = 0; i < work.multiplies.size(); ++i)
+      clocks += routing.part * predict(work, i, choice, tokens, routing.all, multiprocessors);
   return clocks;
 }
 

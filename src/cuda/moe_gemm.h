@@ -134,6 +134,7 @@ struct InputOrder {
   bool tiled = false, folded = false;
   bool of_rows = false;     ///< codes in the order of records of 8 bits, which multiply them
   std::uint32_t bytes = 0;  ///< byte_order, of codes
+  float scale = 1;          ///< of 16-bit numbers: they are larger by that, a power of two (input_scale)
 };
 
 inline constexpr int kTileTokens = 8;
@@ -173,11 +174,12 @@ struct GemmKernel {
   bool counts = false;           ///< launches of one multiply have a counter, by which blocks take tiles
   const void* chain = nullptr;   ///< for two multiplies in one launch (moe_chain.h), or nullptr
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers
+  float input_scale = 1;         ///< of these
 
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
     const PackedFormat p = packed_format(gatefold::scheme(id));
-    return {tiled, p.folded, p.value.bits == 8, byte_order};
+    return {tiled, p.folded, p.value.bits == 8, byte_order, input_scale};
   }
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.

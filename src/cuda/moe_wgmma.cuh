@@ -15,21 +15,24 @@
 
 namespace gatefold::cuda {
 
+/// Codes of a batch of columns of a unit.
+template <class T>
+using BatchCodes = Codes<T::P, T::batch / 32>;
+
 /// Decoded weights of a batch of columns of a unit: A of multiplies of 16 columns.
 template <class T>
 struct Fragments {
   static constexpr int blocks = T::batch / 32;
   Pair a[2 * blocks][4];
 
-  __device__ __forceinline__ void decode(const std::byte* record, const RecordScales<T::P>& scales, int batch,
-                                         int lane) {
-    Codes<T::P, blocks> codes;
-    codes.load(record, batch * blocks, lane);
+  __device__ __forceinline__ void decode(const BatchCodes<T>& codes, const RecordScales<T::P>& scales,
+                                         int batch) {
 #pragma unroll
     for (int i = 0; i < 2 * blocks; ++i) {
       const int block = i / 2, r = i % 2;
       Pair row[4];
-      decode8<T::P, T::M>(codes.row(block, r), scales.template term<T::M>(batch * blocks + block, r), row);
+      decode8_small<T::P, T::M>(codes.row(block, r), scales.template term<T::M>(batch * blocks + block, r),
+                                row);
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[2 * block + j / 2][2 * (j % 2) + r] = row[j];
     }
@@ -56,21 +59,29 @@ struct StageRecords {
                 ? stage + T::extras_at + group * T::group_extra_bytes + unit % kGroupUnits * T::extra_stride
                 : record + T::P.value_bytes();
   }
-  /// A batch of columns of unit u. Returns the scales of its record, if a group of columns begins with it.
-  __device__ __forceinline__ RecordScales<T::P> decode(Fragments<T>& to, const std::byte* memory,
-                                                       int of_stage, int batch, int u) const {
+  /// A batch of columns of unit u.
+  __device__ __forceinline__ BatchCodes<T> codes(const std::byte* memory, int of_stage, int batch,
+                                                 int u) const {
+    BatchCodes<T> codes;
+    codes.load(memory + record + u * next_unit * T::group_bytes + of_stage * T::step_bytes,
+               batch * (T::batch / 32), static_cast<int>(threadIdx.x % 32));
+    return codes;
+  }
+  /// The scales of its record, if a group of columns begins with it.
+  __device__ __forceinline__ RecordScales<T::P> scales(const std::byte* memory, int of_stage, int batch,
+                                                       int u) const {
     constexpr PackedFormat P = T::P;
-    constexpr int next_unit = 4 / kGroupUnits;  // groups from a warp's unit to its next one
     constexpr int extra_group = P.apart() ? T::group_extra_bytes : T::group_bytes,
                   extra_step = P.apart() ? T::step_extra_bytes : T::step_bytes;
     const int lane = threadIdx.x % 32;
     RecordScales<P> scales;
     if (P.folded || P.zeros || batch * T::batch % P.group == 0)
       scales.load(memory + extra + u * next_unit * extra_group + of_stage * extra_step, lane);
-    to.decode(memory + record + u * next_unit * T::group_bytes + of_stage * T::step_bytes, scales, batch,
-              lane);
     return scales;
   }
+
+ private:
+  static constexpr int next_unit = 4 / kGroupUnits;  ///< groups from a warp's unit to its next one
 };
 
 /// The sums of N tokens by the rows of a unit.
@@ -165,6 +176,22 @@ __device__ __forceinline__ EndScales end_scales(const GemmArgs& args, const Tile
   return {args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row, nullptr};
 }
 
+/// A batch of columns by 8 tokens, by each warp itself: it waits for no other one. All of them read all
+/// tokens' numbers from shared memory, which has no time for many more.
+template <class T>
+__device__ __forceinline__ void multiply_by_warps(float (&sums)[kTileTokens / 2], const Fragments<T>& a,
+                                                  int batch, const std::byte* rows, int half) {
+  const int lane = threadIdx.x % 32, row = lane % 8, own = row * 128 + (lane / 8 ^ row) * 16;
+#pragma unroll
+  for (int i = 0; i < T::batch / 16; i += 2) {
+    const int k = batch * T::batch + i * 16;
+    std::uint32_t b[4];  // of 32 columns
+    load_matrices(rows + k / 64 * half + (own ^ k % 64 * 2), b);
+    mma<T::M>(sums, a.a[i], b[0], b[1]);
+    mma<T::M>(sums, a.a[i + 1], b[2], b[3]);
+  }
+}
+
 /// A tile by its item's tokens, at most N. Its first stage of weights is there. A step's columns are decoded
 /// and multiplied batch by batch.
 template <class T, int N>
@@ -194,30 +221,35 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
       const int of_inputs = of_stage % T::input_steps;
       const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
       if (of_inputs == 0) wait_barrier(inputs_full, at.inputs.parity);
-      const std::uint32_t rows = shared_address(memory + at.inputs.index * stages.input_bytes),
-                          columns =
-                              add_bytes(swizzled_rows(reduced_in_warp(rows)), of_inputs * 2 * stages.half);
-      const std::uint32_t halves[2] = {columns, add_bytes(columns, stages.half)};
+      const std::byte* const rows = memory + at.inputs.index * stages.input_bytes;
+      const std::uint32_t columns = add_bytes(swizzled_rows(reduced_in_warp(shared_address(rows))),
+                                              of_inputs * 2 * stages.half),
+                          halves[2] = {columns, add_bytes(columns, stages.half)};
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
         Fragments<T>& a = fragments[batch % 2];
-        const auto scales = records.decode(a, memory, of_stage, batch, 0);
+        const auto scales = records.scales(memory, of_stage, batch, 0);
+        a.decode(records.codes(memory, of_stage, batch, 0), scales, batch);
         if constexpr (T::scaled_groups)
           if (batch * T::batch % T::P.group == 0) {
-            wait_for_multiplies<0>();
+            if (N > kTileTokens) wait_for_multiplies<0>();
             to.change_unit(scales, batch * T::batch / T::P.group);
           }
-        begin_multiplies();
+        if constexpr (N == kTileTokens) {
+          multiply_by_warps(to.sums, a, batch, rows + of_inputs * 2 * stages.half, stages.half);
+        } else {
+          begin_multiplies();
 #pragma unroll
-        for (int i = 0; i < T::batch / 16; ++i) {
-          const int k = batch * T::batch + i * 16;
-          Wgmma<N, T::M>::run(to.sums, a.a[i], add_bytes(halves[k / 64], k % 64 * 2));
+          for (int i = 0; i < T::batch / 16; ++i) {
+            const int k = batch * T::batch + i * 16;
+            Wgmma<N, T::M>::run(to.sums, a.a[i], add_bytes(halves[k / 64], k % 64 * 2));
+          }
+          commit_multiplies();
+          if (batch + 1 < kBatches)
+            wait_for_multiplies<1>();  // of the fragments that come next
+          else
+            wait_for_multiplies<0>();
         }
-        commit_multiplies();
-        if (batch + 1 < kBatches)
-          wait_for_multiplies<1>();  // of the fragments that come next
-        else
-          wait_for_multiplies<0>();
       }
       if (of_inputs + 1 < T::input_steps && step + of_stage + 1 < steps) continue;
       __syncwarp();
@@ -252,9 +284,17 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   StageRecords<T> records;
   const auto enter_weights = [&] { records.enter(stages.weights_at + at.weights.index * T::weight_bytes); };
   float of_rows[T::units][2];  // scales of the last record of each unit
+  // Codes are read before what comes ahead of them is multiplied; those of 16 bits are operands themselves.
+  constexpr bool kAhead = P.value.bits < 16;
+  BatchCodes<T> codes;
+  const auto load = [&](int of_stage, int part) {
+    codes = records.codes(memory, of_stage, part / T::units, part % T::units);
+  };
   const auto decode = [&](int of_stage, int part) {
     const int batch = part / T::units, u = part % T::units;
-    const auto scales = records.decode(fragments[part % 2], memory, of_stage, batch, u);
+    if (!kAhead) load(of_stage, part);
+    const auto scales = records.scales(memory, of_stage, batch, u);
+    fragments[part % 2].decode(codes, scales, batch);
     fragments[part % 2].keep();
     if constexpr (T::scaled_groups)  // this unit's multiplies are done, not the other one's
       if (batch * T::batch % P.group == 0) to[u].change_unit(scales, batch * T::batch / P.group);
@@ -273,6 +313,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
     return add_bytes(all_rows, reduced_in_warp(place.index * stages.input_bytes));
   };
   enter_weights();
+  if (kAhead) load(0, 0);
   decode(0, 0);
   std::uint32_t rows = wait_for_inputs(at.inputs);
   int left = multiply_of<T>(chain, next).steps;  // that are not multiplied
@@ -283,6 +324,10 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int column = part / T::units * T::batch;
+      if (kAhead && part + 1 < kParts)
+        load(kStep, part + 1);
+      else if (kAhead && kStep + 1 < T::steps)
+        load(kStep + 1, 0);
       UnitSums<T, N>& sums = to[part % T::units];
       begin_multiplies();
 #pragma unroll
@@ -305,6 +350,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
           release_weights();
           wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
           enter_weights();
+          if (kAhead) load(0, 0);
         }
         decode((kStep + 1) % T::steps, 0);
         rows = wait_for_inputs(next_inputs);

@@ -209,7 +209,7 @@ class LaneRows {
   __device__ __forceinline__ void load_factors(const float (&unit)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factors_[r] = unit[r] * static_cast<float>(1 << decoded_power<T::P, T::M>());
+      factors_[r] = unit[r] * sum_scale<T::P, T::M>();
       if (T::P.row_scale && unit_ < units()) {
         const float* scales = scales_.rows;
         if constexpr (!T::bytes)
@@ -292,9 +292,10 @@ class LaneRows {
   __device__ __forceinline__ std::uint32_t exchange(std::uint32_t tokens) const {
     return __byte_perm(tokens, __shfl_xor_sync(~0u, tokens, 4), odd_ == 0 ? 0x5410 : 0x3276);
   }
-  /// 16 bits, in tiles; channels that the matrix lacks are 0.
+  /// 16 bits, in tiles, as down takes them; channels that the matrix lacks are 0.
   __device__ __forceinline__ void store_in_tiles(const Sums& sums) const {
     constexpr PackedFormat P = T::P;
+    constexpr float larger = input_scale<T::P, T::M>();
     const bool bf16 = args_.out_dtype == DType::bf16, zero = row_ >= args_.rows;
     const int channel = row_ - odd_, token = first_ + token_ + odd_, left = tile_.count - token;
     const auto word_of = [&](int k) {
@@ -306,7 +307,8 @@ class LaneRows {
     std::uint32_t* out = word_of(channel);
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
-      const std::uint32_t word = exchange(zero ? 0 : narrow_both(sums[4 * i], sums[4 * i + 1], bf16));
+      const std::uint32_t word =
+          exchange(zero ? 0 : narrow_both(sums[4 * i] * larger, sums[4 * i + 1] * larger, bf16));
       if (8 * i < left) out[i * eight] = word;
     }
     // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.

@@ -42,8 +42,8 @@ struct WarpgroupTraits {
   static constexpr int tokens = !kMany || record_scales ? kFewTokensOfTile
                                 : P.value.bits == 16    ? 128
                                                         : kManyTokensOfTile;
-  static constexpr TokenLoops loops =
-      kMany ? TokenLoops{{64, 80, 96, 128, 144, 160}}.up_to(tokens) : TokenLoops{{16, 24, 32, 40, 48, 64}};
+  static constexpr TokenLoops loops = kMany ? TokenLoops{{64, 80, 96, 128, 144, 160}}.up_to(tokens)
+                                            : TokenLoops{{kTileTokens, 16, 24, 32, 40, 48, 64}};
   static constexpr int token_step = kMany ? kTokenStepOfTile : 16;
   static constexpr int units = kMany ? 2 : 1;  ///< of a warp
   static constexpr int warps = 16 / units;     ///< that multiply
@@ -52,8 +52,10 @@ struct WarpgroupTraits {
   /// Of the threads that multiply, and of those that fill the rings.
   static constexpr int registers = kMany ? 232 : 104, fill_registers = kMany ? 40 : 64;
 
-  /// Columns of a unit that are decoded before they are multiplied.
-  static constexpr int batch = (scaled_groups && P.group < 64) || record_scales ? 32 : 64;
+  /// Columns of a unit that are decoded before they are multiplied. Where four warpgroups take turns, all of
+  /// a step, as every wait for another warp of the group costs time.
+  static constexpr int most_of_batch = record_scales ? 32 : kMany ? 64 : kRecordColumns;
+  static constexpr int batch = scaled_groups && P.group < most_of_batch ? P.group : most_of_batch;
 
   /// Of a stage of weights: copies of less than 4 KB are slow.
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;

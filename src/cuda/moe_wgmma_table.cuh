@@ -22,7 +22,8 @@ GemmKernel warpgroup_kernel() {
             .may_share = T::may_share,
             .tiled = true,
             .counts = !T::few,
-            .chain = T::few ? reinterpret_cast<const void*>(&moe_wgmma<T>) : nullptr};
+            .chain = T::few ? reinterpret_cast<const void*>(&moe_wgmma<T>) : nullptr,
+            .input_scale = input_scale<T::P, T::M>()};
   return {};
 }
 

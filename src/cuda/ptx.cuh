@@ -241,7 +241,14 @@ __device__ __forceinline__ void store_matrices(void* row, const std::uint32_t (&
                "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                : "memory");
 }
-/// The same transposed: lane 8 i + j says where column j of matrix i goes.
+/// The same from shared memory to registers.
+__device__ __forceinline__ void load_matrices(const void* row, std::uint32_t (&pairs)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+/// store_matrices transposed: lane 8 i + j says where column j of matrix i goes.
 __device__ __forceinline__ void store_transposed(void* column, const std::uint32_t (&pairs)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(column)),

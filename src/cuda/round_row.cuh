@@ -120,6 +120,11 @@ __device__ __forceinline__ void round_row(const Row<Input>& row,
       store.bytes(k, words);
     } else {
       encode_inputs<Activation>(numbers, factors, of_numbers, fits, words);
+      // Activations with other scales of groups are multiplied by weights with folded scales: it is 1.
+      if constexpr ((!with_groups || with_record_scales) && Activation::operand.value != formats::f16)
+        if (const float scale = store.args.order.scale; scale != 1)
+          for (std::uint32_t& word : words)
+            word = multiply<formats::bf16>(word, (__float_as_uint(scale) >> 16) * 0x10001u);
       store.numbers(k, words);
     }
     if constexpr (with_record_scales) store.record_scale(k, factors.record);

@@ -173,8 +173,11 @@ TEST_P(EveryLinear, GroupsByEveryCandidate) {
   const Matrices matrices(id(), 5, 90, ragged_k());
   const LinearWeights weights = matrices.pack();
   const Rows x(dtype(), 180, ragged_k());
-  const std::vector<std::int32_t> all_offsets[] = {
-      {0, 1, 1, 4, 170, 180}, {3, 4, 4, 37, 150, 171}, {7, 7, 7, 7, 7, 7}, {0, 8, 24, 56, 112, 113}};
+  const std::vector<std::int32_t> all_offsets[] = {{0, 1, 1, 4, 170, 180},
+                                                   {3, 4, 4, 37, 150, 171},
+                                                   {7, 7, 7, 7, 7, 7},
+                                                   {0, 8, 24, 56, 112, 113},
+                                                   {0, 7, 16, 33, 82, 180}};
   for (const bool fast : {false, true})
     for (const auto& offsets : all_offsets) {
       if (fast && scheme(id()).activation.value != formats::e4m3) return;

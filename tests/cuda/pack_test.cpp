@@ -212,6 +212,10 @@ void check_codes(const char* name) {
         if (!std::isfinite(expected)) continue;  // its row's scale is NaN
         const double decoded =
             std::ldexp(decode<M>(pairs[at / 2] >> (16 * (at % 2)) & 0xffff), decoded_power<P, M>());
+        decode8_small<P, M>(words, term, pairs);
+        constexpr double scales = static_cast<double>(input_scale<P, M>()) * sum_scale<P, M>();
+        ASSERT_EQ(decode<M>(pairs[at / 2] >> (16 * (at % 2)) & 0xffff) * scales, decoded)
+            << name << " code " << code << " extra " << extra << " at " << at;
         if (exact)
           ASSERT_EQ(decoded, expected) << name << " code " << code << " extra " << extra << " at " << at;
         else  // half of the smallest step; f16: or what 2^-30 of the largest scale makes of a code
