@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "cuda/device.h"
@@ -47,7 +48,7 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
            : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
                                                 : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
-  if (bits == 8) return few ? Costs{1100, 16.2, 46, 1, 0} : Costs{903, 18.6, 107};
+  if (bits == 8) return few ? Costs{1100, 16.2, 46, 1, 20000} : Costs{903, 18.6, 107};
   return few ? Costs{800, 17.7, 60, 1, 8000} : Costs{769, 16.5, 80};
 }
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
@@ -229,10 +230,13 @@ std::string names(const std::vector<GemmChoice>& choices) {
   return text;
 }
 
-/// Numbers of tokens for which choices are made: up to each of them from the one before on.
+/// Numbers of tokens for which choices are made: up to each of them from the one before on. Powers of two, of
+/// which calls often are, and three between two.
 std::vector<int> table_tokens(int max_tokens) {
   std::vector<int> all;
-  for (int tokens = 1; tokens < max_tokens; tokens += std::max(1, tokens / 4)) all.push_back(tokens);
+  for (unsigned tokens = 1; tokens < static_cast<unsigned>(max_tokens);
+       tokens += std::max(1u, std::bit_floor(tokens) / 4))
+    all.push_back(static_cast<int>(tokens));
   all.push_back(max_tokens);
   return all;
 }
