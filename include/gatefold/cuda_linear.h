@@ -54,9 +54,11 @@ class LinearWeights {
 
 struct LinearOptions {
   int max_rows = 512;
-  DType act_dtype = DType::bf16;  ///< what activations that are not quantized are rounded to: bf16 or f16
-  bool weights_only = false;      ///< leave activations unquantized in schemes that quantize them
-  bool debug_workspace = false;   ///< as in PlanOptions; so are the others
+  /// What activations that are not quantized are rounded to: bf16 or f16. By weights in e4m3, bf16
+  /// activations of 2^72 or more may count as infinite.
+  DType act_dtype = DType::bf16;
+  bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
+  bool debug_workspace = false;  ///< as in PlanOptions; so are the others
   std::optional<CudaTuning> cuda_tuning = {};
   bool batch_invariant = false;
   bool fast_accumulation = false;
