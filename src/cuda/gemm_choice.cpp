@@ -168,8 +168,10 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
   // Warps share out groups equally; tiles are whole.
   const int parts = work.in_parts ? parts_of(shape, choice.kernel(false), tokens, multiprocessors) : 1;
   const double waves = tiles * parts / multiprocessors, uneven = warps ? 1 : std::ceil(waves - 1e-9) / waves;
-  const bool fills_ring = !warps && choice.kernels[0].tokens <= kFewTokensOfTile;
-  const double read_bytes = kReadBytes / (fills_ring ? 1 + kRoom * tile : 1);
+  // Rings of bytes do not depend on the items.
+  const GemmKernel& kernel = choice.kernels[0];
+  const bool leaves_room = !warps && kernel.tokens <= kFewTokensOfTile && kernel.byte_order == 0;
+  const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * tile : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
   return (i == 0 ? kStart : costs.second_start) + (parts > 1 ? kSum : 0) +
          std::pow(
