@@ -44,7 +44,7 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
            : kernel.threads > 3 * 128 ? Costs{242, 10.2, 31}
                                       : Costs{161, 6.8, 21, 1.2};
   if (of_bytes)
-    return few                                  ? Costs{800, 10.3, 28}
+    return few                                  ? Costs{690, 10.3, 28}
            : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
                                                 : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
@@ -212,7 +212,8 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
     for (const GemmKernel& kernel : choice.kernels) {
       if (kernel.function == nullptr) return;
-      if (tokens == kTokensOfTwoUnits && kernel.tokens != tokens) return;  // a larger one, for less
+      if ((tokens == kFewTokensWithParts || tokens == kTokensOfTwoUnits) && kernel.tokens != tokens)
+        return;  // a larger one, for less
       if (body == Body::warpgroups && tokens % kernel.token_step != 0) return;
       choice.tuning.tile_tokens = std::min(choice.tuning.tile_tokens, kernel.tokens);
     }
@@ -220,8 +221,8 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
   for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
-  for (const int tokens :
-       {32, kFewTokensOfTile, kTokensOfTwoUnits, 128, kManyTokensOfTile, 192, kMostTokensOfTile})
+  for (const int tokens : {32, kFewTokensWithParts, kFewTokensOfTile, kTokensOfTwoUnits, 128,
+                           kManyTokensOfTile, 192, kMostTokensOfTile})
     add(Body::warpgroups, tokens);
   return choices;
 }

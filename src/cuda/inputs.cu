@@ -66,6 +66,17 @@ __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args
   if (threadIdx.x == 0 && i < args.x.rows) args.amax[i] = amax;
 }
 
+/// By a thread of each block, which should not take long.
+__device__ __forceinline__ void prefetch(const FirstWeights& first, int experts) {
+  constexpr int most = 16;
+#pragma unroll 1
+  for (int n = 0, i = static_cast<int>(blockIdx.x); n < most && i < first.pieces * experts;
+       ++n, i += static_cast<int>(gridDim.x))
+    prefetch_bulk(
+        first.weights + i / first.pieces * first.expert_stride + i % first.pieces * FirstWeights::kPieceBytes,
+        FirstWeights::kPieceBytes);
+}
+
 /// Where slot `slot`, of `expert` unless it has an id, goes; -1: it is not there.
 __device__ __forceinline__ std::int32_t row_of(const InputArgs& args, std::int64_t slot, int expert) {
   if (args.ids != nullptr) expert = args.ids[slot];
@@ -88,7 +99,10 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   const bool with_static = a.may_be_static() && args.static_scales != nullptr;
   if constexpr (with_row_scales)
     if (blocks > 1 && !with_static) cluster.sync();  // see max_over_cluster
-  if (!args.x_is_old) wait_and_let_start(args);
+  if (!args.x_is_old)
+    wait_and_let_start(args);
+  else if (threadIdx.x == 0 && threadIdx.y == 0)
+    prefetch(args.first_weights, args.experts);
 
   const unsigned team = blocks == 1 ? blockIdx.x : blockIdx.x / blocks;
   const int i = static_cast<int>(team * blockDim.y + threadIdx.y), rows = static_cast<int>(args.x.rows);

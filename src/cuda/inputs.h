@@ -14,6 +14,15 @@
 
 namespace gatefold::cuda {
 
+/// Of each expert, the first bytes of its weights.
+struct FirstWeights {
+  const std::byte* weights = nullptr;  ///< of expert 0
+  std::int64_t expert_stride = 0;      ///< bytes
+  std::int32_t pieces = 0;             ///< of kPieceBytes
+
+  static constexpr int kPieceBytes = 8192;
+};
+
 struct InputArgs {
   Operand activation;        ///< what rows are rounded to (effective_activation)
   MatrixView x;              ///< [.., k]; rows: of the result
@@ -35,6 +44,8 @@ struct InputArgs {
   /// Whether x was there before the kernel that comes before this one started the next: routing does so when
   /// it has waited. Then rows are read, and the largest numbers found, while it works.
   bool x_is_old = false;
+  /// What the next kernel reads is brought to the L2 cache then as well.
+  FirstWeights first_weights;
 
   std::uint16_t* rows = nullptr;  ///< [rows, stride]
   std::int64_t stride = 0;

@@ -30,9 +30,6 @@ __device__ __forceinline__ int exclusive_sum(int value, int* total) {
   return before + sum - value;
 }
 
-/// More experts than these keep their order.
-inline constexpr int kMostSortedExperts = 1024;
-
 /// What an expert has.
 struct ExpertLoad {
   std::int32_t tokens, items;

@@ -126,6 +126,7 @@ class LayerRun {
         in.copies = spec_.top_k;
       }
       in.x_is_old = !few();  // the kernel before sorts slots
+      if (tiled()) in.first_weights = first_weights(first);
       then("round inputs", launch_inputs, in, stream_);
     }
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
@@ -138,7 +139,7 @@ class LayerRun {
     const auto counter = [&](const GemmKernel& kernel, int i) {
       return kernel.counts ? progress + i : nullptr;
     };
-    if (should_chain(gate_up, down, first, rounded) &&
+    if (should_chain(gate_up, down, rounded) &&
         (rounded == nullptr || (gate_up.byte_order != 0 && rounds_in_chain(mid) && !per_slot))) {
       then("multiply", launch_chain, gate_up, first, second, rounded, progress, multiprocessors(), stream_);
     } else {
@@ -251,6 +252,16 @@ class LayerRun {
             .progress_size = counts ? b_.progress_size : 0,
             .tokens = kernel.tokens,
             .step = kernel.token_step};
+  }
+
+  /// As much as memory gives while slots are sorted. With more than a few tokens most experts have some.
+  FirstWeights first_weights(const GemmArgs& gemm) const {
+    constexpr int all_bytes = 8 << 20;
+    return {.weights = gemm.weights,
+            .expert_stride = gemm.expert_stride,
+            .pieces = static_cast<std::int32_t>(
+                std::min<std::int64_t>(all_bytes / spec_.experts, gemm.expert_stride) /
+                FirstWeights::kPieceBytes)};
   }
 
   /// For rows that are slots.

@@ -42,15 +42,19 @@ struct GemmChain {
   /// Of two, 0 before the launch: how many pieces to be rounded have been taken; and [tile_rows / 8], of an
   /// item's first row: its tiles that the first multiply has finished, and its pieces that are rounded.
   std::int32_t *next_piece = nullptr, *finished = nullptr;
-  /// Of two, where the second one reads codes: from the first one's results to its inputs, in at most so many
-  /// pieces of an item, each of so many rows, a row by so many warps.
+  /// Of two, where the second one reads codes: from the first one's results to its inputs, in pieces of an
+  /// item of so many rows (0: nothing is rounded), a row by so many warps.
   InputArgs rounding;
-  std::int32_t rounding_pieces = 0, rounding_rows = 0, rounding_warps = 1;
+  std::int32_t rounding_rows = 0, rounding_warps = 1;
+
+  /// Of an item of so many tokens.
+  GATEFOLD_HD int pieces_of(int tokens) const {
+    return rounding_rows == 0 ? 0 : (tokens + rounding_rows - 1) / rounding_rows;
+  }
 };
 
-/// Whether a layer's multiplies, of so many slots and experts, are faster in one launch. rounding: as below.
-bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const GemmArgs& first,
-                  const InputArgs* rounding);
+/// Whether a layer's multiplies are faster in one launch. rounding: as below.
+bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding);
 /// By a kernel that has one. rounding: nullptr where the second multiply reads 16-bit numbers. progress: 0,
 /// 2 + tile_rows / 8 of them.
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,

@@ -53,8 +53,8 @@ int multiplying_warps(const GemmKernel& kernel) {
   return kernel.threads / 32 - that_copy;
 }
 
-/// As few warps for a row as have all of it in registers; and small pieces, but not many more than there are
-/// thread blocks.
+/// As few warps for a row as have all of it in registers, and as few rows in a piece as leave not many more
+/// pieces than there are thread blocks, where experts are equally likely.
 void set_rounding(GemmChain& chain, const GemmKernel& kernel, const InputArgs& rounding,
                   int multiprocessors) {
   chain.rounding = rounding;
@@ -63,12 +63,10 @@ void set_rounding(GemmChain& chain, const GemmKernel& kernel, const InputArgs& r
   while (warps < all_warps && warps * columns_of_rounding_warp(rounding.activation) < rounding.stride)
     warps *= 2;
   const GemmArgs& args = chain.of[0];
-  const int items = std::min(args.experts, args.slots), most = multiprocessors * 3 / 2;
-  int &rows = chain.rounding_rows, &pieces = chain.rounding_pieces;
-  do {
-    rows += all_warps / warps;
-    pieces = (args.tile_tokens + rows - 1) / rows;
-  } while (pieces > 1 && pieces * items > most);
+  const int items = std::min(args.experts, args.slots), mean = (args.slots + items - 1) / items,
+            most_tokens = std::min(2 * mean, args.tile_tokens), most_pieces = multiprocessors * 3 / 2;
+  do chain.rounding_rows += all_warps / warps;
+  while (chain.rounding_rows < most_tokens && chain.pieces_of(most_tokens) * items > most_pieces);
 }
 
 }  // namespace
@@ -111,14 +109,11 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int
       parameters);
 }
 
-bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const GemmArgs& first,
-                  const InputArgs* rounding) {
+bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding) {
   if (gate_up.chain == nullptr || gate_up.chain != down.chain) return false;
   if (gate_up.chain == gate_up.function || rounding == nullptr) return true;
-  // Two warpgroups round: they should have not much to do, and rows in registers, to be as fast as a launch.
-  constexpr int few_tokens = 24;
-  return first.slots <= std::int64_t{few_tokens} * first.experts &&
-         rounding->stride <= multiplying_warps(gate_up) * columns_of_rounding_warp(rounding->activation);
+  // To be as fast as a launch, a piece should have more than one row.
+  return 2 * rounding->stride <= multiplying_warps(gate_up) * columns_of_rounding_warp(rounding->activation);
 }
 
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,

@@ -27,6 +27,8 @@ struct alignas(16) CutItem : Item {
 };
 /// The most of a band: their tokens, and weights that some thread blocks read, have room in the L2 cache.
 inline constexpr int kMostBandItems = 12;
+/// The items of experts with most tokens come first; those of more experts than these keep their order.
+inline constexpr int kMostSortedExperts = 1024;
 
 /// Where number k of a row lies among tiles [k / 64][rows][64]: as wgmma reads them (wgmma.cuh), so that 64
 /// columns of neighbouring rows are one piece of memory. k: in the order of the multiply
@@ -187,6 +189,8 @@ GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
 inline constexpr int kFewTokensOfTile = 64;
+/// The same beside sums of records (moe_wgmma_bytes.cuh).
+inline constexpr int kFewTokensWithParts = 48;
 /// The most of an item by two units of a warp that keep sums of records by themselves (moe_wgmma_bytes.cuh).
 inline constexpr int kTokensOfTwoUnits = 80;
 /// The most of an item, by most kernels and by any.

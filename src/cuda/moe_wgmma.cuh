@@ -143,12 +143,12 @@ struct UnitSums {
 /// them: those of its tokens, and then those of weights' rows. Warpgroups have their own.
 template <class T>
 __device__ __forceinline__ float* own_scales(std::byte* memory) {
-  return reinterpret_cast<float*>(memory + Stages<T>::end_scales_at) + threadIdx.x / 128 * T::end_scales;
+  return reinterpret_cast<float*>(memory + Stages<T>::end_scales_at) + own_thread<T>() / 128 * T::end_scales;
 }
 template <class T>
 __device__ __forceinline__ void copy_end_scales(const GemmArgs& args, const Tile& tile, std::byte* memory) {
   if constexpr (T::bytes) {
-    const int thread = threadIdx.x % 128;
+    const int thread = own_thread<T>() % 128;
     float* const own = own_scales<T>(memory);
     sync_threads<128>(1 + threadIdx.x / 128);  // the last tile's have been read
     if constexpr (T::scaled_tokens > 0)
@@ -403,12 +403,13 @@ __device__ __forceinline__ void multiply_tiles(const GemmChain& chain, Warpgroup
   bool rounded = false;
   for (Places at;;) {
     wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
-    const Tile next = read_by_lane_0(ring.tiles[at.weights.index]);
+    Tile next = read_by_lane_0(ring.tiles[at.weights.index]);
     if (next.count == 0) return;
     if constexpr (rounds<T>) {
       if (next.second) {
-        if (!rounded) round_rows<T>(chain, memory + Stages<T>::ends_at);
+        if (!rounded) round_rows<T>(chain, at, memory + Stages<T>::ends_at);
         rounded = true;
+        next = read_by_lane_0(ring.tiles[at.weights.index]);  // it took no registers meanwhile
         // Scales of tokens are there as well then.
         wait_barrier(barriers.inputs_full + at.inputs.index * 8, at.inputs.parity);
       }

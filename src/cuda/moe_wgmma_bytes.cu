@@ -11,8 +11,8 @@ constexpr bool has_kind(SchemeId id, InputKind kind) {
   return any_activation(id, [&](const Operand& a) { return byte_kind(a) == kind; });
 }
 
-/// For few tokens that two warpgroups decode for, a launch of one multiply has a kernel of its own: by the
-/// one for two, layers took up to 8 us longer.
+/// For few tokens, where weights are decoded, a launch of one multiply has a kernel of its own: by the one
+/// for two, layers took up to 8 us longer.
 template <class T>
 GemmKernel kernel_of() {
   using Alone = std::conditional_t<T::few && !T::from_memory, InTurn<T>, T>;

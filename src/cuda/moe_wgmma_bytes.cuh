@@ -51,10 +51,11 @@ struct UnitPlace {
                        next_extra = T::P.apart() ? T::step_extra_bytes : T::step_bytes;
 
   __device__ __forceinline__ explicit UnitPlace(int of_warp = 0) {
-    const int warp = threadIdx.x / 32, unit = (warp / 4 * T::units + of_warp) * 4 + warp % 4,
-              group = unit / kGroupUnits, of_group = unit % kGroupUnits;
+    const int thread = own_thread<T>(), warp = thread / 32,
+              unit = (warp / 4 * T::units + of_warp) * 4 + warp % 4, group = unit / kGroupUnits,
+              of_group = unit % kGroupUnits;
     const int first = Stages<T>::weights_at + group * T::group_bytes + of_group * T::record_bytes;
-    record = first + threadIdx.x % 32 * 16;
+    record = first + thread % 32 * 16;
     extra = T::P.apart() ? Stages<T>::weights_at + T::extras_at + group * T::group_extra_bytes +
                                of_group * T::extra_stride
                          : first + T::P.value_bytes();
@@ -155,16 +156,66 @@ __device__ __forceinline__ void wait_for_inputs(const RingBarriers<T>& barriers,
   wait_barrier(barriers.inputs_full + stage.index * 8, stage.parity);
 }
 
+/// A tile of few tokens, at most N, by one unit a warp. Its first stage of weights is there. A step is
+/// decoded and then multiplied: four warpgroups hide that from each other.
+template <class T, int N>
+requires(T::bytes && !T::from_memory && T::few) __device__ __forceinline__ Tile
+    multiply_tile(const GemmChain& chain, const Tile& next, const WarpgroupRing<T>& ring,
+                  const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
+  using S = Stages<T>;
+  static_assert(!T::record_scales && T::units == 1 && T::steps == T::input_steps);
+  const UnitPlace<T> place;
+  const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
+  float sums[N / 2] = {};
+  const int steps = reduced_in_warp(multiply_of<T>(chain, next).steps);
+  at = reduced_in_warp(at);  // else descriptors are copied there
+#pragma unroll 1
+  for (int step = 0;;) {
+    wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
+    const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8,
+                        rows = add_bytes(all_columns, reduced_in_warp(at.inputs.index * S::input_bytes));
+    wait_barrier(inputs_full, at.inputs.parity);
+#pragma unroll
+    for (int of_stage = 0; of_stage < T::steps; ++of_stage) {
+      if (of_stage > 0 && step + of_stage == steps) break;
+      const std::uint32_t columns = add_bytes(rows, of_stage * S::scales_at);
+      ByteRecord<T> record;
+      record.load(memory + at.weights.index * T::weight_bytes, place, of_stage, ring.tables);
+      ByteFragments<T> fragments;
+      fragments.decode(record);
+      if constexpr (T::parts) {
+        PartSums<T, N> part;
+        float scales[2];
+        record.part_scales(scales);
+        multiply_record<false, N>(part, fragments, columns);
+        wait_for_multiplies<0>();
+        add_part<T, 0, N>(sums, part, scales);
+      } else {
+        multiply_record<true, N>(sums, fragments, columns);
+        wait_for_multiplies<0>();
+      }
+    }
+    __syncwarp();
+    barriers.release_inputs(chain.of[0], inputs_full);
+    at.inputs.advance(S::inputs);
+    if ((step += T::steps) >= steps) break;
+    release_weights<T>(barriers, at);
+  }
+  take_sums(sums);
+  leave_sums<T>(sums, result[0]);
+  return leave_tile<T>(ring, barriers, at);
+}
+
 /// A tile of at most N tokens, by two units a warp in turn. Its first stage of weights is there. While one
 /// unit's record is multiplied, the last one's sums are added to the others, the next one, which was loaded
 /// before, is decoded, and the one after it is loaded.
 template <class T, int N>
 requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline__ Tile
-    multiply_tile(const GemmChain& chain, const Tile& next, const WarpgroupRing<T>& ring,
+    multiply_tile(const GemmChain& chain, const Tile&, const WarpgroupRing<T>& ring,
                   const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;
-  const GemmArgs& args = multiply_of<T>(chain, next);
-  static_assert(!T::record_scales && T::steps == 2);
+  const GemmArgs& args = chain.of[0];
+  static_assert(!T::record_scales && T::steps == 2 && T::input_steps == 1);
   const UnitPlace<T> places[2] = {UnitPlace<T>(0), UnitPlace<T>(1)};
   const std::uint32_t all_columns = swizzled_rows(shared_address(memory));
   float sums[2][N / 2] = {};
@@ -198,12 +249,10 @@ requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline_
     return add_bytes(all_columns, reduced_in_warp(stage.index * S::input_bytes));
   };
   wait_for_inputs(barriers, at.inputs);
-  std::uint32_t rows = rows_of(at.inputs);
+  std::uint32_t columns = rows_of(at.inputs);
   int left = args.steps;  // that are not multiplied
   // Step kStep of a stage of weights. Returns whether it was the last one of all.
   const auto multiply_step = [&]<int kStep>() {
-    constexpr int kOfInputs = kStep % T::input_steps;
-    const std::uint32_t columns = add_bytes(rows, kOfInputs * S::scales_at);
     const bool last = --left == 0;
     multiply(0, columns);
     decode(1);
@@ -213,18 +262,16 @@ requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline_
     }
     multiply(1, columns);
     StagePlace next_inputs = at.inputs;
-    if (kOfInputs + 1 == T::input_steps || last) next_inputs.advance(S::inputs);
+    next_inputs.advance(S::inputs);
     if (!last) {  // without a branch the compiler would wait for the multiplies first
       decode(0);
       load(1 - kStep, 1);
-      if (kOfInputs + 1 == T::input_steps) wait_for_inputs(barriers, next_inputs);
+      wait_for_inputs(barriers, next_inputs);
     }
-    if (kOfInputs + 1 == T::input_steps) rows = rows_of(next_inputs);
+    columns = rows_of(next_inputs);
     wait_for_multiplies<0>();
-    if (kOfInputs + 1 == T::input_steps || last) {
-      barriers.release_inputs(args, barriers.inputs_full + at.inputs.index * 8);
-      at.inputs = next_inputs;
-    }
+    barriers.release_inputs(args, barriers.inputs_full + at.inputs.index * 8);
+    at.inputs = next_inputs;
     return last;
   };
   while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {
@@ -242,7 +289,7 @@ requires(T::bytes && !T::from_memory && T::units == 2) __device__ __forceinline_
 /// multiplied, in pieces if sums of records are kept by themselves, the next one, which was loaded before, is
 /// decoded, and the one after it is loaded.
 template <class T, int N>
-requires(T::bytes && !T::from_memory && T::units == 1) __device__ __forceinline__ Tile
+requires(T::bytes && !T::from_memory && T::most) __device__ __forceinline__ Tile
     multiply_tile(const GemmChain& chain, const Tile&, const WarpgroupRing<T>& ring,
                   const RingBarriers<T>& barriers, Places& at, std::byte* memory, TileResult<T>& result) {
   using S = Stages<T>;

@@ -9,9 +9,9 @@
 namespace gatefold::cuda {
 
 /// How many tokens items may have: at most kFewTokensOfTile; more; or, by fewer rows, still more. Sums leave
-/// registers for four, three or two warpgroups; or, where they decode, for two, whose warps have two units
-/// or one. Where tokens are rows, `many` are two warpgroups, by all rows, and `most` are three, by half of
-/// them.
+/// registers for four, three or two warpgroups; or, where they decode, for four, or for two whose warps have
+/// two units or one. Where tokens are rows, `many` are two warpgroups, by all rows, and `most` are three, by
+/// half of them.
 enum class TileSize { few, many, most };
 
 /// Where tokens are rows of multiplies: those of a warpgroup and of a warp, and rows of weights that are
@@ -50,7 +50,7 @@ struct ByteTraits {
 
   /// The most of an item: so many have room beside sums of a record.
   static constexpr int tokens =
-      few           ? kFewTokensOfTile
+      few           ? (from_memory || !parts ? kFewTokensOfTile : kFewTokensWithParts)
       : from_memory ? (parts ? (most ? 192 : 128) : (most ? kMostTokensOfTile : kManyTokensOfTile))
       : P.for_bytes ? (most ? kMostTokensOfTile : 128)
                     : (most ? 192 : kTokensOfTwoUnits);
@@ -63,8 +63,8 @@ struct ByteTraits {
           .up_to(tokens);
   static constexpr int token_step = token_rows ? kWarpgroupTokens : most ? kTokenStepOfTile : 16;
   /// Units of a warp, where it has some; warps that multiply.
-  static constexpr int units = !from_memory && !most ? 2 : 1;
-  static constexpr int warps = token_rows ? tokens / kWarpTokens : !from_memory || most ? 8 : few ? 16 : 12;
+  static constexpr int units = from_memory || few || most ? 1 : 2;
+  static constexpr int warps = few ? 16 : token_rows ? tokens / kWarpTokens : from_memory && !most ? 12 : 8;
   static constexpr int threads = (warps + 4) * 32;
   /// Pieces of rows, where tokens are rows; groups of a tile.
   static constexpr int pieces = token_rows ? (most ? 1 : 2) : 0;
@@ -80,7 +80,7 @@ struct ByteTraits {
 
   /// Of a stage of weights: copies of less than 4 KB are slow.
   static constexpr int steps = step_bytes < 4096 ? 2 : 1;
-  static constexpr int input_steps = P.for_bytes && few ? 2 : 1;  ///< of a stage of activations
+  static constexpr int input_steps = few && !from_memory ? steps : 1;  ///< of a stage of activations
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   /// Swizzled rows begin at multiples of 1024 bytes.
   static constexpr int extras_at = groups * group_bytes,

@@ -9,8 +9,7 @@
 /// the multiply reads them.
 
 #include "cuda/decode_bytes.h"
-#include "cuda/moe_chain.h"
-#include "cuda/moe_gemm_ring.cuh"
+#include "cuda/moe_wgmma_tiles.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace gatefold::cuda {
@@ -99,75 +98,14 @@ __device__ __forceinline__ Stages<T> reduced_in_warp(Stages<T> stages) {
   return stages;
 }
 
-/// A tile of an item; of no tokens: there are no more.
-struct alignas(16) Tile {
-  std::int16_t expert = 0, count = 0;
-  std::int32_t first = 0, row = 0;  ///< position, and its row among tiles
-  /// Of units; its place among FoundTiles; whether it is of the second multiply of a chain.
-  std::uint32_t first_group : 28 = 0, place : 3 = 0, second : 1 = 0;
-};
-
-/// The same kernel, whose blocks take tiles in turn.
-template <class T>
-struct InTurn : T {
-  static constexpr bool counts = false;
-};
-/// Whether a launch may be two multiplies (moe_chain.h).
-template <class T>
-inline constexpr bool chains = T::counts&& T::few;
 /// Whether what is between both multiplies of a chain has to be rounded.
 template <class T>
 inline constexpr bool rounds = chains<T>&& T::bytes;
-/// The multiply of a tile.
+/// threadIdx.x. Where rows are rounded, registers do not hold what comes of it as well.
 template <class T>
-__device__ __forceinline__ const GemmArgs& multiply_of(const GemmChain& chain, const Tile& tile) {
-  return chain.of[chains<T> ? tile.second : 0];
+__device__ __forceinline__ int own_thread() {
+  return rounds<T> ? thread_again() : static_cast<int>(threadIdx.x);
 }
-
-/// So many blocks share an item's tokens.
-template <class T>
-__device__ __forceinline__ int sharing(const GemmArgs& args) {
-  return T::may_share ? args.sharing_blocks : 1;
-}
-
-__device__ __forceinline__ int item_count(const GemmArgs& args) {
-  return args.items != nullptr ? *args.item_count : args.whole_items * args.parts;
-}
-
-/// Tile i of all of so many items, or none. Bands of items are multiplied tile by tile: a tile's weights by
-/// all of them, then the next tile's. Thread blocks that share an item's tokens have neighbouring tiles, this
-/// one the tile of its rank, which may lie behind all weights.
-template <class T>
-__device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i, int items) {
-  const int blocks = sharing<T>(args), per_item = tiles_of_item(args.groups, T::groups, blocks);
-  const bool cut = args.items != nullptr;
-  const int near = i / per_item;  // of the same band
-  // Read before it is known whether it is there, as loads that wait for each other are a kernel's start.
-  CutItem item = cut ? args.items[min(near, args.most_items - 1)] : CutItem{};
-  if (near >= items) return {};
-  const int begin = near - (cut ? item.in_band : near % kMostBandItems),
-            width = cut ? item.band_items : min(kMostBandItems, items - begin);
-  const int rest = i - begin * per_item, at = begin + rest % width,
-            group = (rest / width * blocks + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
-  if (cut) {
-    if (at != near) item = args.items[at];
-    return {item.expert, item.count, item.first, item.row, static_cast<std::uint32_t>(group)};
-  }
-  const int each = args.whole_items, first = at % each * args.tile_tokens;
-  return {static_cast<std::int16_t>(at / each),
-          static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first,
-          static_cast<std::uint32_t>(group)};
-}
-/// Of both multiplies of a chain.
-template <class T>
-__device__ __forceinline__ Tile tile_at(const GemmChain& chain, int i, int items) {
-  const int of_first = items * tiles_of_item(chain.of[0].groups, T::groups, 1);
-  const bool second = chains<T> && chain.count == 2 && i >= of_first;
-  Tile tile = tile_at<T>(chain.of[second], i - (second ? of_first : 0), items);
-  tile.second = second;
-  return tile;
-}
-
 /// The place of a stage, and the parity of its phase.
 struct StagePlace {
   int index = 0;
@@ -184,44 +122,14 @@ struct StagePlace {
 struct Places {
   StagePlace weights, inputs;
 };
-
-/// The next tiles of a block in turn, which a warp's lanes look for together.
-inline constexpr int kTilesAhead = 8;
-using TilesAhead = Tile[kTilesAhead];
-
-/// Looks for tiles i, i + 1, .. of this block. All lanes come here.
-template <class T>
-__device__ __forceinline__ void find_tiles(const GemmArgs& args, TilesAhead& ahead, int i) {
-  const int lane = threadIdx.x % 32;
-  __syncwarp();
-  if (lane < kTilesAhead)
-    ahead[lane] = tile_at<T>(args, static_cast<int>(blockIdx.x + (i + lane) * gridDim.x) / sharing<T>(args),
-                             item_count(args));
-  __syncwarp();
+/// In registers of the warp.
+__device__ __forceinline__ Places reduced_in_warp(Places at) {
+  for (StagePlace* place : {&at.weights, &at.inputs}) {
+    place->index = reduced_in_warp(place->index);
+    place->parity = static_cast<std::uint32_t>(reduced_in_warp(static_cast<int>(place->parity)));
+  }
+  return at;
 }
-
-/// The next tiles of a block in turn, or as they come to it, which a warp finds for all.
-struct FoundTiles {
-  static constexpr int kMost = 8;
-  Tile tiles[kMost];
-  std::uint64_t there[kMost], multiplied[kMost];
-  std::uint64_t wanted;  ///< phase i: tile i + 1 is to be found
-
-  __device__ void init(int i, int multiplying_warps) {
-    if (i == 0) init_barrier(&wanted, 1);
-    init_barrier(there + i, 1);
-    init_barrier(multiplied + i, multiplying_warps);
-  }
-  /// Tile i of the block, or none. All lanes of a warp come here, for 0, 1, ..
-  __device__ __forceinline__ Tile get(int i) const {
-    wait_barrier(shared_address(there + i % kMost), i / kMost % 2);
-    return tiles[i % kMost];
-  }
-  /// Now. All lanes come here.
-  __device__ __forceinline__ bool is_wanted(int i) const {
-    return i == 0 || same_in_warp(ends_within(0, shared_address(&wanted), (i - 1) % 2));
-  }
-};
 
 /// What belongs to the stages in shared memory. Where blocks only take tiles in turn, each warp that copies
 /// finds them by itself: with one warp for all, fp8 by fp8 took 2 to 3 % longer.
@@ -318,15 +226,16 @@ __device__ __forceinline__ void copy_own(const GemmArgs& args, std::byte* to, co
     copy_bulk_to_pair(to, from, bytes, full);
 }
 
-/// A tile that all lanes of a warp have (same_in_warp).
-__device__ __forceinline__ Tile same_in_warp(const Tile& tile) {
-  alignas(16) int words[4];
-  for (int i = 0; i < 4; ++i) words[i] = same_in_warp(reinterpret_cast<const int*>(&tile)[i]);
-  return reinterpret_cast<const Tile&>(words);
-}
-
 /// When so few stages of a tile are left to be copied, the next tile is looked for.
 inline constexpr int kStagesAhead = 6;
+
+/// The most stages of weights that are on their way at a time. Where other kinds of access are waited for as
+/// well, they wait behind these: with 160 KB on their way to each multiprocessor, for 5 us.
+template <class T>
+constexpr int stages_on_their_way() {
+  constexpr int most_bytes = 104 * 1024;
+  return most_bytes / T::weight_bytes;
+}
 
 /// Copies weights' records, or (`kExtras`) their scales and zeros that lie apart, a stage as soon as it has
 /// been read; by a warp for each. Lanes copy a group each, in turn: a copy each 90 clocks (same_in_warp). A
@@ -339,7 +248,8 @@ __device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring
   const int lane = threadIdx.x % 32, group = kExtras ? lane * T::extra_groups : lane;
   std::byte* to = memory + stages.weights_at +
                   (kExtras ? T::extras_at + group * T::group_extra_bytes : group * T::group_bytes);
-  StagePlace place;
+  StagePlace place, oldest;  // that is on its way
+  int on_their_way = 0;
   bool all_filled = false;  // once
   for (int i = 0;; ++i) {
     const Tile tile = tile_of_block<T, by>(chain, ring, i);
@@ -358,6 +268,15 @@ __device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring
     const int wants_next_at = max(0, (all_steps - 1) / T::steps - kStagesAhead + 1) * T::steps;
     for (int step = 0; step < all_steps; step += T::steps, from += T::steps * each) {
       if (all_filled) wait_barrier(ring.weights_empty + place.index, place.parity ^ 1);
+      if constexpr (rounds<T> && !kExtras) {
+        static_assert(stages_on_their_way<T>() <= Stages<T>::weights);
+        if (on_their_way == stages_on_their_way<T>()) {
+          wait_barrier(ring.weights_full + oldest.index, oldest.parity);
+          oldest.advance(stages.weights);
+        } else {
+          ++on_their_way;
+        }
+      }
       std::uint64_t* full = ring.weights_full + place.index;
       const int steps = tile.count == 0 ? 0 : min(T::steps, all_steps - step);
       if (lane == 0) {
@@ -390,8 +309,7 @@ __device__ __forceinline__ void wait_for_first_multiply(const GemmChain& chain, 
 template <class T>
 __device__ __forceinline__ void wait_for_inputs_of(const GemmChain& chain, const Tile& tile) {
   if (!chains<T> || !tile.second) return;
-  const int rows = chain.rounding_rows;  // 0: none are rounded
-  wait_for_first_multiply<T>(chain, tile.row, rows == 0 ? 0 : (tile.count + rows - 1) / rows);
+  wait_for_first_multiply<T>(chain, tile.row, chain.pieces_of(tile.count));
   global_memory_to_copies();
 }
 
@@ -434,55 +352,6 @@ __device__ void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring,
       place.advance(stages);
       all_filled |= place.index == 0;
     }
-  }
-}
-
-/// Finds tiles for all, in turn, or, if there is a counter, when they are wanted. When other tiles need the
-/// results of one, and these are there, says so to other blocks. By a warp.
-template <class T>
-__device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
-  constexpr int kMost = FoundTiles::kMost;
-  const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x),
-            blocks = static_cast<int>(gridDim.x);
-  // Blocks of a chain wait for each other's tiles. So none has a tile before it runs: there might be no
-  // multiprocessor for it but those of blocks that wait.
-  const bool in_turn = chain.next_tile == nullptr;
-  const int items = item_count(chain.of[0]);
-  for (int found = 0, done = 0, last = INT_MAX;;) {
-    if (found <= last && found - done < kMost && (in_turn || tiles.is_wanted(found))) {
-      int at = block + found * blocks;
-      if (!in_turn) {
-        if (lane == 0) at = atomicAdd(chain.next_tile, 1);
-        at = same_in_warp(at);
-      }
-      Tile tile = tile_at<T>(chain, at, items);
-      tile.place = static_cast<std::uint32_t>(found) % kMost;
-      if (tile.count == 0) last = found;
-      if (lane == 0) {
-        tiles.tiles[found % kMost] = tile;
-        arrive(tiles.there + found % kMost);
-      }
-      ++found;
-      if (in_turn) continue;
-    }
-    if (done == last) return;
-    if (done == found) continue;
-    const std::uint32_t multiplied = shared_address(tiles.multiplied + done % kMost),
-                        parity = done / kMost % 2;
-    constexpr int some_ns = 100;  // then others may want the next tile
-    if (in_turn) {
-      wait_barrier(multiplied, parity);
-    } else if (!same_in_warp(ends_within(some_ns, multiplied, parity))) {
-      continue;
-    }
-    if (lane == 0 && chain.count == 2) {
-      const Tile& tile = tiles.tiles[done % kMost];
-      if (!tile.second) {
-        __threadfence();
-        atomicAdd(chain.finished + tile.row / 8, 1);
-      }
-    }
-    ++done;
   }
 }
 

@@ -20,12 +20,18 @@ __device__ __forceinline__ void sync_multiplying() {
   sync_threads<T::warps * 32>(1 + T::warps / 4);  // after those of warpgroups
 }
 
+/// Rows of an item, from `begin` on; of item -1: there are no more.
+struct RoundingPiece {
+  int item, begin;
+};
+
 /// Shared memory, where results of tiles are otherwise.
 template <class T>
 struct RoundingMemory {
   std::uint32_t columns[T::warps][32 * kPerLane / 4];
   float largest[T::warps];
-  int piece;
+  RoundingPiece piece;
+  Places at;  ///< of rings, which take no registers meanwhile
 };
 
 /// Rows [begin, end) of an item, each by some of the warps that multiply.
@@ -36,8 +42,9 @@ __device__ __forceinline__ void round_piece(const GemmChain& chain, const CutIte
   constexpr int kWarpColumns = 32 * kPerLane,
                 kPieces = columns_of_rounding_warp(RoundedTo<T>::operand) / kWarpColumns;
   const InputArgs& args = chain.rounding;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = chain.rounding_warps,
-            rank = warp % warps, step = warps * kWarpColumns, k = rank * kWarpColumns + lane * kPerLane;
+  const int thread = thread_again(), warp = thread / 32, lane = thread % 32,
+            warps = kept(chain.rounding_warps), rank = warp % warps, step = warps * kWarpColumns,
+            k = rank * kWarpColumns + lane * kPerLane;
 #pragma unroll 1
   for (int first = begin; first < end; first += T::warps / warps) {
     const int i = first + warp / warps;
@@ -66,29 +73,50 @@ __device__ __forceinline__ void round_piece(const GemmChain& chain, const CutIte
   }
 }
 
-/// By a block that has finished its tiles of the first multiply: pieces, until all are taken. Meanwhile the
-/// weights of its next tile are copied. Nothing that it waits for is still to be taken.
+/// No item has more tokens: the first one is that of the expert with most, unless that has several.
+__device__ __forceinline__ int most_tokens(const GemmArgs& args) {
+  const CutItem& first = args.items[0];
+  return args.experts <= kMostSortedExperts && first.band_items == 1 ? first.count : args.tile_tokens;
+}
+
+/// The next piece, as soon as the first multiply has left it. Nothing that it waits for is still to be taken.
 template <class T>
-__device__ __forceinline__ void round_rows(const GemmChain& chain, std::byte* ends) {
-  auto& memory = *reinterpret_cast<RoundingMemory<T>*>(ends);
+__device__ __forceinline__ RoundingPiece take_piece(const GemmChain& chain) {
   const GemmArgs& args = chain.of[0];
-  const int pieces = chain.rounding_pieces, all = *args.item_count * pieces;
+  const int of_item = chain.pieces_of(most_tokens(args)), all = *args.item_count * of_item;
   for (;;) {
-    sync_multiplying<T>();  // what memory had has been read
-    if (threadIdx.x == 0) memory.piece = atomicAdd(chain.next_piece, 1);
+    const int piece = atomicAdd(chain.next_piece, 1), item = piece / of_item,
+              begin = piece % of_item * chain.rounding_rows;
+    if (piece >= all) return {-1, 0};
+    if (begin >= args.items[item].count) continue;
+    wait_for_first_multiply<T>(chain, args.items[item].row);
+    return {item, begin};
+  }
+}
+
+/// By a block that has finished its tiles of the first multiply: pieces, until all are taken. Meanwhile the
+/// weights of its next tile are copied.
+template <class T>
+__device__ __forceinline__ void round_rows(const GemmChain& chain, Places& at, std::byte* ends) {
+  constexpr bool kKeeps = !T::from_memory;  // else they are known to be the same for all lanes
+  auto& memory = *reinterpret_cast<RoundingMemory<T>*>(ends);
+  sync_multiplying<T>();  // what memory had has been read
+  if (kKeeps && threadIdx.x == 0) memory.at = at;
+  for (;;) {
     sync_multiplying<T>();
-    const int piece = memory.piece;
-    if (piece >= all) return;
-    const CutItem item = args.items[piece / pieces];
-    const int begin = piece % pieces * chain.rounding_rows,
-              end = min(item.count, begin + chain.rounding_rows);
-    if (begin >= end) continue;
-    if (threadIdx.x == 0) wait_for_first_multiply<T>(chain, item.row);
+    if (threadIdx.x == 0) memory.piece = take_piece<T>(chain);
     sync_multiplying<T>();
-    round_piece<T>(chain, item, begin, end, memory);
+    const RoundingPiece piece = memory.piece;
+    if (piece.item < 0) break;
+    const CutItem item = chain.of[0].items[piece.item];
+    round_piece<T>(chain, item, piece.begin, min(item.count, piece.begin + chain.rounding_rows), memory);
     __threadfence();
     sync_multiplying<T>();
     if (threadIdx.x == 0) atomicAdd(chain.finished + item.row / 8, 1);
+  }
+  if constexpr (kKeeps) {
+    at = memory.at;
+    sync_multiplying<T>();
   }
 }
 

@@ -174,6 +174,11 @@ __device__ __forceinline__ void copy_bulk_once(void* shared, const void* global,
       : "memory");
 }
 
+/// Bytes, a multiple of 16, from memory to the L2 cache. For one thread.
+__device__ __forceinline__ void prefetch_bulk(const void* global, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 /// copy_bulk to both blocks of a pair: to the same place of their shared memory, counted by each one's
 /// barrier.
 __device__ __forceinline__ void copy_bulk_to_pair(void* shared, const void* global, std::uint32_t bytes,
@@ -285,6 +290,13 @@ __device__ __forceinline__ void shared_memory_to_copies() {
 /// What this thread sees of global memory comes before its later copies in bulk.
 __device__ __forceinline__ void global_memory_to_copies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+/// threadIdx.x, read again: what comes of it takes no registers before.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 /// What another block has added up, and what it did before.
