@@ -81,6 +81,18 @@ GATEFOLD_HD std::uint32_t upper_bytes(std::uint32_t word) {
 #endif
 }
 
+/// The lower byte of each half, the only one, as its upper one. Not a mask of a shifted word, as compilers
+/// would have it: another mask would come first.
+GATEFOLD_HD std::uint32_t to_upper_bytes(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t upper;
+  asm("shl.b32 %0, %1, 8;" : "=r"(upper) : "r"(word));
+  return upper;
+#else
+  return word << 8;
+#endif
+}
+
 /// Sign and fields from where bf16 has them to where M has them: f16's exponent is three bits further left.
 template <Format M>
 GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
@@ -88,11 +100,19 @@ GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
   return select(pair, 0x80008000u, (pair & 0x0fff0fffu) << 3);
 }
 
+/// Whether decode8 takes folded scales as packed, from kLeastScale on.
+template <PackedFormat P, Format M>
+constexpr bool takes_scales() {
+  return P.for_bytes && M == formats::f16;
+}
+inline constexpr std::uint32_t kLeastScale = 254 - 26;  ///< a row's largest is 254
+
 /// value = decoded * 2^decoded_power.
 template <PackedFormat P, Format M>
 constexpr int decoded_power() {
   if (M.bits == 8) return 0;
   if (P.value.is_integer()) return 9;
+  if (takes_scales<P, M>()) return -12;
   if (P.folded) return P.scale == formats::ue4m3 ? 11 : 0;
   if (P.value == formats::e4m3 && M == formats::f16) return 8;
   return 0;
@@ -119,6 +139,7 @@ GATEFOLD_HD Pair folded_pair(Pair halves) {
 }
 template <PackedFormat P, Format M>
 GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {
+  if constexpr (takes_scales<P, M>()) return repacked < kLeastScale ? kLeastScale : repacked;
   return folded_pair<P, M>((repacked | folded_upper<P, M>() << 8) * 0x10001u);
 }
 
@@ -188,6 +209,22 @@ GATEFOLD_HD constexpr std::uint32_t signs_of_bytes(std::uint32_t word, int i) {
   return (i == 0 ? word : word << 4) & 0x80808080u;
 }
 
+/// e2m1 for bytes by a folded scale. f16 has products in its upper byte, those of magnitudes 1 and on in 4
+/// steps of it a power of two: the tables are the ones of kLeastScale, and so many times 4.
+template <PackedFormat P>
+GATEFOLD_HD void decode_to_upper_bytes(std::uint32_t word, std::uint32_t scale, Pair* out) {
+  constexpr std::uint32_t low = 0x04040400u, high = 0x04040404u;
+  std::uint32_t bytes[2];
+  select_by_magnitudes(scale * low + (0x0a080400u - kLeastScale * low),
+                       scale * high + (0x12100e0cu - kLeastScale * high), word, bytes);
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t all = bytes[i] | signs_of_bytes(word, i);
+    const std::uint32_t even = all & 0x00ff00ffu;
+    out[2 * i] = to_upper_bytes(even);
+    out[2 * i + 1] = all - even;
+  }
+}
+
 /// e2m1, sign and fields to where bf16 has them: see code_bit.
 template <PackedFormat P>
 GATEFOLD_HD void move_e2m1(std::uint32_t word, Pair (&moved)[4]) {
@@ -197,7 +234,7 @@ GATEFOLD_HD void move_e2m1(std::uint32_t word, Pair (&moved)[4]) {
     select_by_magnitudes(0, 0x01010101u, word, high);
     for (int i = 0; i < 4; ++i)
       moved[i] =
-          select_bytes(low[i / 2], high[i / 2] | signs_of_bytes(word, i / 2), i % 2 == 0 ? 0x5140 : 0x7362);
+          select_bytes(low[i / 2], high[i / 2] | signs_of_bytes(word, i / 2), i % 2 == 0 ? 0x6240 : 0x7351);
   } else {
     constexpr std::uint32_t mask = 0x81c081c0u;
     moved[0] = word & mask;
@@ -208,6 +245,7 @@ GATEFOLD_HD void move_e2m1(std::uint32_t word, Pair (&moved)[4]) {
 }
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode_e2m1(std::uint32_t word, Pair term, Pair* out) {
+  if constexpr (takes_scales<P, M>()) return decode_to_upper_bytes<P>(word, term, out);
   constexpr Pair power = both<M>(detail::power_of_two(M.bias() - 1));
   Pair moved[4];
   move_e2m1<P>(word, moved);
@@ -244,7 +282,7 @@ constexpr float input_scale() {
 template <PackedFormat P, Format M>
 constexpr float sum_scale() {
   return input_scale<P, M>() != 1 ? 0x1p120f / input_scale<P, M>()
-                                  : static_cast<float>(1 << decoded_power<P, M>());
+                                  : detail::power_of_two(decoded_power<P, M>());
 }
 /// decode8, of weights that may be too small.
 template <PackedFormat P, Format M>

@@ -1,8 +1,8 @@
 #pragma once
 /// \file
 /// Rows of activations as the multiply takes them (GemmInputs): 16-bit numbers, those of a quantized operand
-/// as the bf16 of their codes' values; or codes. Scales of groups that keep them exact in bf16 (ue8m0, ue4m3)
-/// are multiplied in, the others lie beside the rows.
+/// as the bf16 (InputOrder::f16: f16) of their codes' values; or codes. Scales of groups that keep them exact
+/// in bf16 (ue8m0, ue4m3) are multiplied in, the others lie beside the rows.
 
 #include <cuda_runtime_api.h>
 
@@ -70,10 +70,10 @@ constexpr bool can_multiply(const Operand& a) {
   return kRecordColumns % a.group.k == 0 && a.group.k >= 4 &&
          (a.scale == formats::ue8m0 || (a.scale == formats::ue4m3 && a.value == formats::e2m1));
 }
-constexpr InputKind input_kind(const Operand& a) {
-  return has_record_scales(a)                        ? InputKind::bf16_record_scales
-         : a.value == formats::f16 && !a.quantized() ? InputKind::f16
-                                                     : InputKind::bf16;
+/// `for_bytes`: of the weights (PackedFormat).
+constexpr InputKind input_kind(const Operand& a, bool for_bytes = false) {
+  if (has_record_scales(a)) return InputKind::bf16_record_scales;
+  return (a.quantized() ? for_bytes : a.value == formats::f16) ? InputKind::f16 : InputKind::bf16;
 }
 
 /// The same where codes are multiplied as such, and otherwise input_kind.

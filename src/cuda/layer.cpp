@@ -414,9 +414,10 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
                           .tuned = tuned,
                           .batch_invariant = options.batch_invariant};
   const auto work = [&](SchemeId id, std::int64_t width, int experts, int top_k) {
+    const Operand activation = effective_activation(id, spec, options);
     return GemmWork{.scheme = id,
-                    .input = input_kind(effective_activation(id, spec, options)),
-                    .bytes = byte_kind(effective_activation(id, spec, options)),
+                    .input = input_kind(activation, packed_format(scheme(id)).for_bytes),
+                    .bytes = byte_kind(activation),
                     .fast_accumulation = options.fast_accumulation,
                     .experts = experts,
                     .top_k = top_k,

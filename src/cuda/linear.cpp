@@ -151,18 +151,19 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
 
   const DeviceGuard guard(device);
   const bool in_parts = shape.matrices == 1 && !options.batch_invariant;
-  auto table = GemmTable::create({.scheme = shape.scheme,
-                                  .input = input_kind(activation),
-                                  .bytes = byte_kind(activation),
-                                  .fast_accumulation = options.fast_accumulation,
-                                  .experts = shape.matrices,
-                                  .top_k = 1,
-                                  .multiplies = {{shape.n, shape.k, 1}},
-                                  .in_parts = in_parts},
-                                 *info,
-                                 {.max_tokens = options.max_rows,
-                                  .forced = options.cuda_tuning,
-                                  .batch_invariant = options.batch_invariant});
+  auto table =
+      GemmTable::create({.scheme = shape.scheme,
+                         .input = input_kind(activation, packed_format(scheme(shape.scheme)).for_bytes),
+                         .bytes = byte_kind(activation),
+                         .fast_accumulation = options.fast_accumulation,
+                         .experts = shape.matrices,
+                         .top_k = 1,
+                         .multiplies = {{shape.n, shape.k, 1}},
+                         .in_parts = in_parts},
+                        *info,
+                        {.max_tokens = options.max_rows,
+                         .forced = options.cuda_tuning,
+                         .batch_invariant = options.batch_invariant});
   if (!table) return table.status();
   std::int64_t part_rows = 0;
   for (int rows = 1; in_parts && rows <= std::min(options.max_rows, kMostRowsOfParts); ++rows)

@@ -142,7 +142,9 @@ struct RecordScales {
   template <Format M>
   __device__ Pair term(int block, int half) const {
     if constexpr (P.folded) {
-      const int byte = block / 2 * 2 + half;  // to both halves
+      const int byte = block / 2 * 2 + half;
+      if constexpr (takes_scales<P, M>()) return folded_term<P, M>(__byte_perm(words[0], 0, 0x4440 + byte));
+      // To both halves.
       return folded_pair<P, M>(__byte_perm(words[0], folded_upper<P, M>(), 0x4040 + byte * 0x0101));
     }
     if constexpr (P.zeros) return zero_term<P, M>(zeros[0] >> (block * 32 / P.group * 8 + half * 4) & 15);

@@ -136,6 +136,7 @@ struct InputOrder {
   bool tiled = false, folded = false;
   bool of_rows = false;     ///< codes in the order of records of 8 bits, which multiply them
   std::uint32_t bytes = 0;  ///< byte_order, of codes
+  bool f16 = false;         ///< what codes of e4m3 become, where they become 16-bit numbers
   float scale = 1;          ///< of 16-bit numbers: they are larger by that, a power of two (input_scale)
 };
 
@@ -181,7 +182,7 @@ struct GemmKernel {
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
     const PackedFormat p = packed_format(gatefold::scheme(id));
-    return {tiled, p.folded, p.value.bits == 8, byte_order, input_scale};
+    return {tiled, p.folded, p.value.bits == 8, byte_order, p.for_bytes, input_scale};
   }
 };
 /// `wide`: packed_format. `tokens`: that most items have at most, a hint.

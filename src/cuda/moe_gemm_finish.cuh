@@ -72,7 +72,7 @@ __device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, in
 template <class T>
 __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& items, const Round& round,
                                             int unit, int tile, int lane, const float4& sums) {
-  constexpr auto power = static_cast<float>(1 << decoded_power<T::P, T::M>());
+  constexpr float power = detail::power_of_two(decoded_power<T::P, T::M>());
   float low = power, high = power;
   if constexpr (T::P.row_scale) {
     const auto* scales = reinterpret_cast<const float*>(args.weights + round.expert * args.expert_stride) +

@@ -178,9 +178,12 @@ constexpr int code_bit(const PackedFormat& p, int i, int b) {
   if (value.bits == 16) return 16 * i + b;
   if (value.bits == 8) return (2 * (i % 2) + i / 2) * 8 + b;
   if (value.is_integer()) return 16 * (i % 2) + 4 * (i / 2) + b;
-  // Magnitudes in nibbles, in order. Above the odd ones are signs of codes 0 to 3, above the others of 4
-  // to 7.
-  if (p.for_bytes) return b < 3 ? 4 * i + b : i % 4 * 8 + (i < 4 ? 7 : 3);
+  // Magnitudes in nibbles, codes 1 and 2 of each 4 in each other's place. Above the odd ones are signs of
+  // codes 0 to 3, above the others of 4 to 7.
+  if (p.for_bytes) {
+    const int at = i / 4 * 4 + i % 2 * 2 + i / 2 % 2;
+    return b < 3 ? 4 * at + b : at % 4 * 8 + (at < 4 ? 7 : 3);
+  }
   // e2m1: the first pair is where bf16 has sign and fields, the second one 6 bits lower, the third one 6 bits
   // higher, in a word that is rotated: its signs come from the other half. Of the fourth one the lowest bit
   // is 4 bits too high, the others 4 too low.
@@ -194,8 +197,7 @@ constexpr int code_bit(const PackedFormat& p, int i, int b) {
 /// indices 16 + 4 q .. Those of 8 bits come from shared memory, and are k indices 32 q + 8 block .. of a
 /// record.
 constexpr int column_of_byte(const PackedFormat& p, int i) {
-  if (p.for_bytes) return i;
-  if (p.value.bits == 4) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
+  if (p.value.bits == 4 && !p.for_bytes) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
   return i / 4 * 4 + i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
 }
 /// The same of all 8, in nibbles, the first one lowest.

@@ -125,6 +125,9 @@ __device__ __forceinline__ void round_row(const Row<Input>& row,
         if (const float scale = store.args.order.scale; scale != 1)
           for (std::uint32_t& word : words)
             word = multiply<formats::bf16>(word, (__float_as_uint(scale) >> 16) * 0x10001u);
+      if constexpr (are_e4m3_rows(Activation::operand))
+        if (store.args.order.f16)
+          for (std::uint32_t& word : words) word = f16_of_bf16(word);
       store.numbers(k, words);
     }
     if constexpr (with_record_scales) store.record_scale(k, factors.record);

@@ -122,6 +122,15 @@ __device__ __forceinline__ std::uint32_t to_bf16_pair(float low, float high) {
   return pair;
 }
 
+/// Two bf16 numbers that f16 has as well.
+__device__ __forceinline__ std::uint32_t f16_of_bf16(std::uint32_t pair) {
+  std::uint32_t same;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+      : "=r"(same)
+      : "f"(__uint_as_float(pair & 0xffff0000u)), "f"(__uint_as_float(pair << 16)));
+  return same;
+}
+
 /// x as its operand has it: the value of its code, in 16 bits.
 template <class Activation>
 __device__ __forceinline__ std::uint32_t encode_input(float x, const GroupFactors& factors) {

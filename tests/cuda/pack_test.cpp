@@ -166,11 +166,13 @@ TEST(Pack, EverySchemeComesBack) {
 /// How far below the largest scale of a row products are exact: the power of two.
 template <PackedFormat P, Format M>
 constexpr int exact_depth() {
+  if (takes_scales<P, M>()) return 254 - static_cast<int>(kLeastScale);
   const int smallest = 1 - P.value.bias() - P.value.mantissa_bits;  // power of the values' smallest step
   return smallest + P.value.bias() - (1 - M.bias() - M.mantissa_bits);
 }
 static_assert(exact_depth<packed_format(schemes::mxfp4::scheme), formats::bf16>() == 133);
 static_assert(exact_depth<packed_format(schemes::mxfp4::scheme), formats::f16>() == 24);
+static_assert(exact_depth<packed_format(schemes::mxfp4_afp8::scheme), formats::f16>() == 26);
 static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme), formats::bf16>() == 131);
 static_assert(exact_depth<packed_format(schemes::mxfp8_amxfp8::scheme), formats::f16>() == 22);
 
@@ -179,6 +181,7 @@ template <PackedFormat P, Format M>
 void check_codes(const char* name) {
   constexpr std::uint32_t codes = 1u << P.value.bits;
   constexpr bool power = P.folded && P.scale == formats::ue8m0;
+  constexpr int least = takes_scales<P, M>() ? exact_depth<P, M>() : 30;
   for (std::uint32_t extra = 0; extra < (power ? 255u : P.folded ? 0x7fu : P.zeros ? 16u : 1u); ++extra) {
     if (P.folded && !power && extra == 0) continue;  // its codes are packed as 0
     Pair term = 0;
@@ -218,10 +221,10 @@ void check_codes(const char* name) {
             << name << " code " << code << " extra " << extra << " at " << at;
         if (exact)
           ASSERT_EQ(decoded, expected) << name << " code " << code << " extra " << extra << " at " << at;
-        else  // half of the smallest step; f16: or what 2^-30 of the largest scale makes of a code
+        else  // half of the smallest step; f16: or what the least scale makes of a code
           ASSERT_LE(std::abs(decoded - expected),
                     M == formats::bf16 ? 0x1p-134
-                                       : std::max(0x1p-25, std::ldexp(P.value.max(), P.value.bias() - 30)))
+                                       : std::max(0x1p-25, std::ldexp(P.value.max(), P.value.bias() - least)))
               << name << " code " << code << " extra " << extra;
         ASSERT_EQ(std::signbit(decoded), std::signbit(expected)) << name << " code " << code;
       }
