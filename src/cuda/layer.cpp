@@ -132,15 +132,13 @@ class LayerRun {
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    const Operand& mid = b_.routed.mid.activation;
     const InputArgs rounding = round_mid(b_.routed, slots_, per_slot, down);
-    const InputArgs* rounded = mid.quantized() ? &rounding : nullptr;
+    const InputArgs* rounded = rounding.activation.quantized() ? &rounding : nullptr;
     std::int32_t* const progress = b_.progress.at(base_);
     const auto counter = [&](const GemmKernel& kernel, int i) {
       return kernel.counts ? progress + i : nullptr;
     };
-    if (should_chain(gate_up, down, rounded) &&
-        (rounded == nullptr || (gate_up.byte_order != 0 && rounds_in_chain(mid) && !per_slot))) {
+    if (should_chain(gate_up, down, rounded)) {
       then("multiply", launch_chain, gate_up, first, second, rounded, progress, multiprocessors(), stream_);
     } else {
       then("multiply by gate and up", launch_gemm, gate_up, first, counter(gate_up, 0), multiprocessors(),

@@ -53,7 +53,7 @@ struct GemmChain {
   }
 };
 
-/// Whether a layer's multiplies are faster in one launch. rounding: as below.
+/// Whether a layer's multiplies can be one launch, and are faster so. rounding: as below.
 bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding);
 /// By a kernel that has one. rounding: nullptr where the second multiply reads 16-bit numbers. progress: 0,
 /// 2 + tile_rows / 8 of them.
