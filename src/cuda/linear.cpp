@@ -259,12 +259,13 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
   }
   if (!kernel.tiled && buffers.in.are(in.x)) {
     args.inputs.rows = static_cast<const std::uint16_t*>(in.x.data);
-    args.routed_early = false;
+    args.routed_early = in.offsets == nullptr;  // else the kernel before has cut items
   } else {
     InputArgs inputs = buffers.in.args(base, in.x, rows, kernel.order(shape.scheme));
     // Which group a row is of matters only in tiles, and where groups have scales of their own.
     const bool per_tensor = buffers.in.activation.quantized() && buffers.in.activation.group.n == 0;
     inputs.experts = shape.matrices;
+    inputs.start_next_early = in.offsets == nullptr;  // to read weights
     inputs.static_scales = buffers.in.activation.may_be_static() && weights.static_scales.data() != nullptr
                                ? weights.static_scales.as<const TensorScale>()
                                : nullptr;

@@ -22,15 +22,6 @@ GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) 
   return found;
 }
 
-/// One team of a multiprocessor, where it has little to read, leaves room for the next kernel, which then
-/// reads its first weights meanwhile.
-int teams_for(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors) {
-  const auto most_experts = static_cast<std::int64_t>(args.experts < args.slots ? args.experts : args.slots);
-  const std::int64_t bytes = most_experts * args.parts * args.groups * args.steps * kernel.step_bytes;
-  constexpr std::int64_t little = 256 * 1024;
-  return bytes < multiprocessors * little ? 1 : kernel.teams;
-}
-
 /// Pairs of blocks read an item's tokens once from the L2 cache, if hardly any of them lack a second tile.
 int sharing_blocks(const GemmKernel& kernel, int groups, int multiprocessors) {
   const int tiles = tiles_of_item(groups, kernel.tile_groups, 1);
@@ -98,13 +89,12 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int
   GemmArgs own = complete(kernel, args, multiprocessors);
   GemmChain chain{.of = {own, {}}, .next_tile = next_tile};
   void* parameters[] = {kernel.tiled ? static_cast<void*>(&chain) : &own};
-  const int teams = teams_for(kernel, args, multiprocessors);
   return launch_dependent(
       kernel.function,
       {.blocks = static_cast<unsigned>(multiprocessors / own.sharing_blocks * own.sharing_blocks),
-       .threads = static_cast<unsigned>(teams * kernel.threads),
+       .threads = static_cast<unsigned>(kernel.teams * kernel.threads),
        .stream = stream,
-       .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes + teams * kernel.team_bytes),
+       .shared_bytes = static_cast<std::size_t>(kernel.shared_bytes + kernel.teams * kernel.team_bytes),
        .cluster = static_cast<unsigned>(own.sharing_blocks)},
       parameters);
 }

@@ -279,10 +279,10 @@ __global__ void __launch_bounds__(T::bounds, 1) moe_gemm(const __grid_constant__
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ RingState<T> rings[T::teams];
   __shared__ int taken;
-  const int teams = blockDim.x / T::threads, team = threadIdx.x / T::threads;
+  const int team = threadIdx.x / T::threads;
   RingState<T>& ring = rings[team];
   auto* memory = reinterpret_cast<std::byte*>(shared);
-  auto* tables = reinterpret_cast<FewTables*>(memory + teams * T::team_bytes);
+  auto* tables = reinterpret_cast<FewTables*>(memory + T::teams * T::team_bytes);
 
   ring.init(threadIdx.x % T::threads);
   if (threadIdx.x == 0) taken = 0;

@@ -164,7 +164,7 @@ struct TokenLoops {
 struct GemmKernel {
   const void* function = nullptr;     ///< nullptr: there is none
   int threads = 0, shared_bytes = 0;  ///< of a team; of a block, beside its teams' bytes
-  int teams = 1, team_bytes = 0;      ///< the most of a block
+  int teams = 1, team_bytes = 0;      ///< of a block
   int tokens = 0;                     ///< the most of an item; less may be asked of those by warpgroups
   int token_step = kTileTokens;       ///< experts' tokens are best cut into items of multiples of so many
   TokenLoops loops;                   ///< of kernels by warpgroups

@@ -173,7 +173,7 @@ struct Rounds {
     while (groups > most) groups /= 2, slices *= 2;
     // The last rounds of several teams are short, so that these end together, but no shorter than 8 stages.
     constexpr int least = T::tiles == 1 ? 1 : T::warps / T::full_slices;
-    if (blockDim.x > T::threads)
+    if (T::teams > 1)
       while (groups > least && 2 * groups > left && args.steps >= 16 * slices) groups /= 2, slices *= 2;
     while (slices > 1 && (tokens.count > T::shared_tiles * kTileTokens ||
                           tokens.count * T::input_stride(slices) > T::input_bytes))
