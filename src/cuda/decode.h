@@ -100,7 +100,7 @@ GATEFOLD_HD Pair fields_of_bf16(Pair pair) {
   return select(pair, 0x80008000u, (pair & 0x0fff0fffu) << 3);
 }
 
-/// Whether decode8 takes folded scales as packed, from kLeastScale on.
+/// Whether decode8 takes folded scales as packed; smaller ones than kLeastScale count as that.
 template <PackedFormat P, Format M>
 constexpr bool takes_scales() {
   return P.for_bytes && M == formats::f16;
@@ -209,8 +209,8 @@ GATEFOLD_HD constexpr std::uint32_t signs_of_bytes(std::uint32_t word, int i) {
   return (i == 0 ? word : word << 4) & 0x80808080u;
 }
 
-/// e2m1 for bytes by a folded scale. f16 has products in its upper byte, those of magnitudes 1 and on in 4
-/// steps of it a power of two: the tables are the ones of kLeastScale, and so many times 4.
+/// e2m1 for bytes, by a folded scale: f16 has all of such a product in its upper byte, where a power of two
+/// counts 4. So the tables are those of kLeastScale, and 4 more for each power above it, but for magnitude 0.
 template <PackedFormat P>
 GATEFOLD_HD void decode_to_upper_bytes(std::uint32_t word, std::uint32_t scale, Pair* out) {
   constexpr std::uint32_t low = 0x04040400u, high = 0x04040404u;
@@ -218,8 +218,7 @@ GATEFOLD_HD void decode_to_upper_bytes(std::uint32_t word, std::uint32_t scale, 
   select_by_magnitudes(scale * low + (0x0a080400u - kLeastScale * low),
                        scale * high + (0x12100e0cu - kLeastScale * high), word, bytes);
   for (int i = 0; i < 2; ++i) {
-    const std::uint32_t all = bytes[i] | signs_of_bytes(word, i);
-    const std::uint32_t even = all & 0x00ff00ffu;
+    const std::uint32_t all = bytes[i] | signs_of_bytes(word, i), even = all & 0x00ff00ffu;
     out[2 * i] = to_upper_bytes(even);
     out[2 * i + 1] = all - even;
   }

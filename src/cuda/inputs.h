@@ -70,7 +70,7 @@ constexpr bool can_multiply(const Operand& a) {
   return kRecordColumns % a.group.k == 0 && a.group.k >= 4 &&
          (a.scale == formats::ue8m0 || (a.scale == formats::ue4m3 && a.value == formats::e2m1));
 }
-/// `for_bytes`: of the weights (PackedFormat).
+/// `for_bytes`: of the weights (PackedFormat), whose codes become f16 (takes_scales).
 constexpr InputKind input_kind(const Operand& a, bool for_bytes = false) {
   if (has_record_scales(a)) return InputKind::bf16_record_scales;
   return (a.quantized() ? for_bytes : a.value == formats::f16) ? InputKind::f16 : InputKind::bf16;

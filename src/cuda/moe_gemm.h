@@ -41,8 +41,8 @@ constexpr std::size_t tile_rows(std::size_t slots, std::size_t experts) {
   return (slots + 7 * (experts < slots ? experts : slots) + 7) / 8 * 8;
 }
 
-/// 16-bit rows: codes of quantized activations are held as the bf16 of their value, which is exact. Or codes
-/// themselves, a byte each, in tiles [k / 128][rows][128] whose rows are swizzled alike.
+/// 16-bit rows: codes of quantized activations are held as their value in bf16 or f16, which is exact. Or
+/// codes themselves, a byte each, in tiles [k / 128][rows][128] whose rows are swizzled alike.
 struct GemmInputs {
   const std::uint16_t* rows = nullptr;   ///< [.., stride], 16-byte aligned; columns that K lacks are 0
   std::int64_t stride = 0;               ///< of rows; a multiple of kRecordColumns
