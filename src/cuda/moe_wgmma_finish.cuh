@@ -30,16 +30,6 @@ __device__ __forceinline__ float power_of_two(float x) {
   return power;
 }
 
-/// To bf16 or f16.
-__device__ __forceinline__ std::uint32_t narrow_both(float low, float high, bool bf16) {
-  std::uint32_t pair;
-  if (bf16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 /// As activate_swiglu, in fewer instructions.
 __device__ __forceinline__ float swiglu(const Activation& by, float gate, float up) {
   const float g = min_or_nan(gate, by.limit), u = max_or_nan(min_or_nan(up, by.limit), -by.limit);
@@ -111,8 +101,7 @@ class LaneRows {
         tile_(tile),
         scales_{scales.tokens, scales.rows + (T::bytes ? of_warp * kWarpgroupRows : 0)},
         gate_up_(args.kind == GemmKind::gate_up) {
-    int thread;  // not a value that took a register during the multiply
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int thread = thread_again();
     thread_ = thread % 128;
     lane_ = thread % 32;
     first_unit_ = tile.first_group * kGroupUnits + thread / 128 * 4 * T::units + 4 * of_warp;
@@ -308,7 +297,7 @@ class LaneRows {
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
       const std::uint32_t word =
-          exchange(zero ? 0 : narrow_both(sums[4 * i] * larger, sums[4 * i + 1] * larger, bf16));
+          exchange(zero ? 0 : narrow_pair(sums[4 * i] * larger, sums[4 * i + 1] * larger, bf16));
       if (8 * i < left) out[i * eight] = word;
     }
     // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
@@ -344,7 +333,7 @@ class LaneRows {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int at = (begin + i) / 2 + 2 * j;
-          pairs[j] = narrow_both(sums[at], sums[at + 1], bf16);
+          pairs[j] = narrow_pair(sums[at], sums[at + 1], bf16);
         }
         store_transposed(in_shared(i + lane_ / 16 * 8 + lane_ % 8, thread_ / 32 * 2 + lane_ / 8 % 2), pairs);
       }

@@ -149,8 +149,7 @@ class WarpTokens {
   __device__ __forceinline__ WarpTokens(const GemmArgs& args, const Tile& tile, const float* row_scales,
                                         std::byte* memory)
       : args_(args), tile_(tile), row_scales_(row_scales), gate_up_(args.kind == GemmKind::gate_up) {
-    int thread;  // not a value that took a register during the multiply
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int thread = thread_again();
     lane_ = thread % 32;
     first_token_ = thread / 32 * kWarpTokens;
     row_ = lane_ % 4 * 2;
@@ -314,7 +313,7 @@ class WarpTokens {
       std::uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        pairs[i] = narrow_both(sums[4 * block + 2 * i], sums[4 * block + 2 * i + 1], bf16);
+        pairs[i] = narrow_pair(sums[4 * block + 2 * i], sums[4 * block + 2 * i + 1], bf16);
       store_matrices(in_shared(lane_ % 16, block + lane_ / 16), pairs);
     }
     __syncwarp();

@@ -43,7 +43,12 @@ __device__ __forceinline__ std::uint16_t narrow(float x, bool bf16) {
 }
 
 __device__ __forceinline__ std::uint32_t narrow_pair(float low, float high, bool bf16) {
-  return narrow(low, bf16) | static_cast<std::uint32_t>(narrow(high, bf16)) << 16;
+  std::uint32_t pair;
+  if (bf16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* shared) {

@@ -8,6 +8,7 @@
 #include "cuda/elements.cuh"
 #include "cuda/encode.cuh"
 #include "cuda/inputs.h"
+#include "cuda/ptx.cuh"
 #include "format/scale_rule.h"
 
 namespace gatefold::cuda {
@@ -116,19 +117,9 @@ __device__ __forceinline__ float over(float x, const GroupFactors& factors) {
   return x / (factors.divisor > 0 ? factors.divisor : __int_as_float(0x7f800000));
 }
 
-__device__ __forceinline__ std::uint32_t to_bf16_pair(float low, float high) {
-  std::uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 /// Two bf16 numbers that f16 has as well.
 __device__ __forceinline__ std::uint32_t f16_of_bf16(std::uint32_t pair) {
-  std::uint32_t same;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;"
-      : "=r"(same)
-      : "f"(__uint_as_float(pair & 0xffff0000u)), "f"(__uint_as_float(pair << 16)));
-  return same;
+  return narrow_pair(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u), false);
 }
 
 /// x as its operand has it: the value of its code, in 16 bits.
@@ -154,7 +145,7 @@ __device__ __forceinline__ void encode_inputs(const Elements<kInput, kCount>& x,
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const float2 rounded = round_pair<value>(divider.quotient(x[2 * i]), divider.quotient(x[2 * i + 1]));
-      words[i] = to_bf16_pair(rounded.x * factors.fold, rounded.y * factors.fold);
+      words[i] = narrow_pair(rounded.x * factors.fold, rounded.y * factors.fold, true);
     }
   } else {
 #pragma unroll 1
