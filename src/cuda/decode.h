@@ -5,9 +5,9 @@
 ///
 /// What comes out is exact: a code's value, or value and group scale where 16 bits hold the product
 /// (PackedFormat::folded), times 2^-decoded_power. Other scales are applied to the f32 sum of a group, not
-/// to the weights: bf16 would round int4 * scale by 2^-9, which costs a relative error of 1e-3 per multiply,
-/// several times what the tests' tolerance (and the CPU) leave for all f32 arithmetic together; on sums a
-/// scale costs 4 FMA per 2 to 8 multiplies.
+/// to the weights: bf16 would round int4 * scale, which costs a relative error of 1.5e-3 per multiply; on
+/// sums a scale costs 4 FMA per 2 to 8 multiplies of a warp. Sums of warpgroups cost more: see
+/// rounds_products.
 ///
 /// Most sequences rest on one fact: bits placed at the right end of a 16-bit float are a multiple of its
 /// smallest subnormal, and bits placed with an exponent field at its end are off by a power of two only. A
@@ -144,12 +144,9 @@ GATEFOLD_HD Pair folded_term(std::uint32_t repacked) {
 }
 
 /// Integers that count from 0: the low bits of a half are subnormals, and so are the next ones, times 16.
+/// `low` and `high` are the factors of both, to which `start` is added.
 template <PackedFormat P, Format M>
-GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* out) {
-  constexpr float unit = M == formats::bf16 ? 0x1p124f : 0x1p15f;  // smallest subnormal to 2^-9
-  constexpr Pair low = both<M>(unit), high = both<M>(unit / 16);
-  constexpr Pair offset = both<M>(-0x1p-9f * static_cast<float>(1 << (P.value.bits - 1)));
-  const Pair start = P.zeros ? term : offset;
+GATEFOLD_HD void scale_integers(const std::uint32_t* words, Pair low, Pair high, Pair start, Pair* out) {
   if constexpr (P.value.bits == 8) {
     for (int w = 0; w < 2; ++w) {
       const std::uint32_t codes = words[w] ^ 0x80808080u;  // which count from 0
@@ -163,6 +160,13 @@ GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* ou
     out[2] = multiply_add<M>(upper & 0x000f000fu, low, start);
     out[3] = multiply_add<M>(upper & 0x00f000f0u, high, start);
   }
+}
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode_integers(const std::uint32_t* words, Pair term, Pair* out) {
+  constexpr float unit = M == formats::bf16 ? 0x1p124f : 0x1p15f;  // smallest subnormal to 2^-9
+  constexpr Pair low = both<M>(unit), high = both<M>(unit / 16);
+  constexpr Pair offset = both<M>(-0x1p-9f * static_cast<float>(1 << (P.value.bits - 1)));
+  scale_integers<P, M>(words, low, high, P.zeros ? term : offset, out);
 }
 
 /// e4m3 and e5m2: sign and fields where M has them, to numbers.
@@ -270,6 +274,35 @@ GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
   }
 }
 
+/// Whether warpgroups multiply products of codes and group scales, rounded to bf16: what weights are that
+/// have been dequantized to bf16. To bring the sums of many tokens from each group's scale to the next one's
+/// takes them a fifth to a third longer where groups have 32 columns, and up to a twelfth where they have
+/// 128.
+constexpr bool rounds_products(const PackedFormat& p, Format m) {
+  return p.value.is_integer() && p.value.bits == 4 && p.scale == formats::bf16 && m == formats::bf16 &&
+         (!p.zeros || p.group < kRecordColumns);
+}
+/// value = product * 2^product_power.
+template <PackedFormat P>
+constexpr int product_power() {
+  return P.zeros ? 9 : 33;
+}
+/// 8 codes of a row by their group's scale, which both halves of `scale` have; term: see decode8. Differences
+/// from zero points are exact. From scales of 2^28 on products may overflow; those by scales below 2^-93 lose
+/// bits.
+template <PackedFormat P, Format M>
+GATEFOLD_HD void decode8_products(const std::uint32_t* words, Pair term, Pair scale, Pair* out) {
+  static_assert(rounds_products(P, M));
+  if constexpr (P.zeros) {
+    decode_integers<P, M>(words, term, out);
+    for (int i = 0; i < 4; ++i) out[i] = multiply<M>(out[i], scale);
+  } else {  // smallest subnormal to 2^-33
+    constexpr Pair low = both<M>(0x1p100f), high = both<M>(0x1p96f), offset = both<M>(-8 * 0x1p-33f);
+    scale_integers<P, M>(words, multiply<M>(scale, low), multiply<M>(scale, high), multiply<M>(scale, offset),
+                         out);
+  }
+}
+
 /// A power of two by which inputs are larger where weights are left too small, or 1: fields of e4m3, where
 /// bf16 has them, are numbers 2^120 too small, and products with them would not be normal in f32. Inputs of
 /// 2^72 or more become infinite.
@@ -277,9 +310,11 @@ template <PackedFormat P, Format M>
 constexpr float input_scale() {
   return P.value == formats::e4m3 && !P.folded && M == formats::bf16 ? 0x1p56f : 1;
 }
-/// By which sums of products of such inputs and of weights by decode8_small are multiplied.
+/// By which sums of warpgroups are multiplied: of such inputs, and of weights by decode8_small or
+/// decode8_products.
 template <PackedFormat P, Format M>
 constexpr float sum_scale() {
+  if (rounds_products(P, M)) return detail::power_of_two(product_power<P>());
   return input_scale<P, M>() != 1 ? 0x1p120f / input_scale<P, M>()
                                   : detail::power_of_two(decoded_power<P, M>());
 }

@@ -138,6 +138,11 @@ struct RecordScales {
     else
       return decode<P.scale>(code(group, half));
   }
+  /// A scale of 16 bits, twice.
+  __device__ Pair scale_pair(int group, int half) const {
+    static_assert(P.scale.bits == 16);
+    return __byte_perm(words[group], 0, half == 0 ? 0x1010 : 0x3232);
+  }
   /// decode8's term for the 8 columns of a block.
   template <Format M>
   __device__ Pair term(int block, int half) const {

@@ -29,10 +29,14 @@ struct Fragments {
                                          int batch) {
 #pragma unroll
     for (int i = 0; i < 2 * blocks; ++i) {
-      const int block = i / 2, r = i % 2;
+      const int block = i / 2, r = i % 2, of_record = batch * blocks + block;
+      const Pair term = scales.template term<T::M>(of_record, r);
       Pair row[4];
-      decode8_small<T::P, T::M>(codes.row(block, r), scales.template term<T::M>(batch * blocks + block, r),
-                                row);
+      if constexpr (T::rounds_products)
+        decode8_products<T::P, T::M>(codes.row(block, r), term,
+                                     scales.scale_pair(of_record * 32 / T::P.group, r), row);
+      else
+        decode8_small<T::P, T::M>(codes.row(block, r), term, row);
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[2 * block + j / 2][2 * (j % 2) + r] = row[j];
     }
@@ -67,7 +71,7 @@ struct StageRecords {
                batch * (T::batch / 32), static_cast<int>(threadIdx.x % 32));
     return codes;
   }
-  /// The scales of its record, if a group of columns begins with it.
+  /// The scales of its record, if they are multiplied into weights or a group of columns begins with it.
   __device__ __forceinline__ RecordScales<T::P> scales(const std::byte* memory, int of_stage, int batch,
                                                        int u) const {
     constexpr PackedFormat P = T::P;
@@ -75,7 +79,7 @@ struct StageRecords {
                   extra_step = P.apart() ? T::step_extra_bytes : T::step_bytes;
     const int lane = threadIdx.x % 32;
     RecordScales<P> scales;
-    if (P.folded || P.zeros || batch * T::batch % P.group == 0)
+    if (P.folded || P.zeros || T::rounds_products || batch * T::batch % P.group == 0)
       scales.load(memory + extra + u * next_unit * extra_group + of_stage * extra_step, lane);
     return scales;
   }

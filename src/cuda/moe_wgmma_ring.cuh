@@ -29,9 +29,12 @@ struct WarpgroupTraits {
   static constexpr bool may_share = false, counts = true;
   /// Operands that one multiply can take.
   static constexpr bool possible = !Plain::split_inputs && !Plain::split_weights;
-  /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next.
+  /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next,
+  /// unless scales are multiplied into weights.
   static constexpr bool record_scales = Plain::record_scales;
-  static constexpr bool scaled_groups = Plain::scaled_groups && !record_scales;
+  static constexpr bool rounds_products = cuda::rounds_products(P, M);
+  static constexpr bool scaled_groups = Plain::scaled_groups && !record_scales && !rounds_products;
+  static_assert(!(record_scales && rounds_products));
   using Sum = float;  ///< of a tile
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;

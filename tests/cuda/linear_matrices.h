@@ -61,9 +61,10 @@ struct Matrices {
   }
 };
 
-/// y of rows [offsets[g], offsets[g + 1]) by matrix g; NaN for the others.
+/// y of rows [offsets[g], offsets[g + 1]) by matrix g; NaN for the others. `rounded`: by weights rounded to
+/// bf16.
 inline std::vector<double> oracle(const Rows& x, const std::vector<std::int32_t>& offsets,
-                                  const Matrices& matrices, bool weights_only = false) {
+                                  const Matrices& matrices, bool weights_only = false, bool rounded = false) {
   const auto n = static_cast<std::size_t>(matrices.all[0].n), k = static_cast<std::size_t>(x.k);
   std::vector<double> y(static_cast<std::size_t>(x.count) * n, std::nan(""));
   for (std::size_t g = 0; g < matrices.all.size(); ++g) {
@@ -74,7 +75,10 @@ inline std::vector<double> oracle(const Rows& x, const std::vector<std::int32_t>
                              x.values.begin() + static_cast<std::ptrdiff_t>(last * k));
     if (activation.quantized() && !weights_only && first != last)
       reference_round(activation, w.input_scale ? &*w.input_scale : nullptr, x.k, rows);
-    const std::vector<double> weights = reference_dequantize(w);
+    std::vector<double> weights = reference_dequantize(w);
+    if (rounded)
+      for (double& weight : weights)
+        weight = decode<formats::bf16>(encode<formats::bf16>(static_cast<float>(weight)));
     for (std::size_t r = first; r < last; ++r)
       for (std::size_t i = 0; i < n; ++i) {
         double sum = 0;
