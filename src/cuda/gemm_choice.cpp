@@ -30,7 +30,8 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
     if (bits == 8) return few ? Costs{62, 18, 0} : Costs{120, 11.8, 0};
     return few ? Costs{157, 22.2, 0} : Costs{101, 17.2, 0};
   }
-  const bool few = kernel.tokens <= kFewTokensOfTile, of_bytes = kernel.byte_order != 0;
+  const bool of_bytes = kernel.byte_order != 0,
+             few = kernel.tokens <= (of_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
   if (of_bytes && format.for_bytes)
     return few                                 ? Costs{558, 10.5, 36}
            : kernel.tokens < kMostTokensOfTile ? Costs{386, 11.2, 31}
@@ -54,8 +55,8 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
 constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
 constexpr double kOverlap = 5.5;      ///< reading and multiplying overlap: a norm of this power
-constexpr double kRoom = 0.0006;      ///< that much longer reading takes for each token of an item, whose
-                                      ///< columns leave less room for weights ahead
+constexpr double kRoom = 0.0006;      ///< that much longer reading takes for each token of an item (up to
+                                      ///< 64), whose columns leave less room for weights ahead
 constexpr double kItems = 17900;      ///< of sorting slots and cutting tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
@@ -171,7 +172,7 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
   // Rings of bytes do not depend on the items.
   const GemmKernel& kernel = choice.kernels[0];
   const bool leaves_room = !warps && kernel.tokens <= kFewTokensOfTile && kernel.byte_order == 0;
-  const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * tile : 1);
+  const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * std::min(tile, 64) : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
   return (i == 0 ? kStart : costs.second_start) + (parts > 1 ? kSum : 0) +
          std::pow(
@@ -212,7 +213,7 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
     for (const GemmKernel& kernel : choice.kernels) {
       if (kernel.function == nullptr) return;
-      if ((tokens == kFewTokensWithParts || tokens == kTokensOfTwoUnits) && kernel.tokens != tokens)
+      if ((tokens == kFewTokensWithParts || tokens == kFewTokensOfTile) && kernel.tokens != tokens)
         return;  // a larger one, for less
       if (body == Body::warpgroups && tokens % kernel.token_step != 0) return;
       choice.tuning.tile_tokens = std::min(choice.tuning.tile_tokens, kernel.tokens);
@@ -221,7 +222,8 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
   for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
-  for (const int tokens : {32, kFewTokensWithParts, kFewTokensOfTile, kTokensOfTwoUnits, 128,
+  static_assert(kTokensOfTwoUnits == kFewTokensOfTile);
+  for (const int tokens : {32, kFewTokensWithParts, kFewTokensOfBytes, kFewTokensOfTile, 128,
                            kManyTokensOfTile, 192, kMostTokensOfTile})
     add(Body::warpgroups, tokens);
   return choices;

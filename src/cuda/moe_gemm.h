@@ -145,7 +145,7 @@ inline constexpr int kTokenStepOfTile = 32;  ///< of most kernels by warpgroups 
 
 /// Numbers of tokens for which a kernel by warpgroups has loops, in ascending order; then 0.
 struct TokenLoops {
-  std::int16_t tokens[8] = {};
+  std::int16_t tokens[9] = {};  ///< the last one 0
 
   /// That of an item: the least that will do.
   constexpr int of(int count) const {
@@ -189,9 +189,9 @@ struct GemmKernel {
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
-inline constexpr int kFewTokensOfTile = 64;
-/// The same beside sums of records (moe_wgmma_bytes.cuh).
-inline constexpr int kFewTokensWithParts = 48;
+inline constexpr int kFewTokensOfTile = 80;
+/// The same of bytes (moe_wgmma_bytes.cuh), or beside scales of blocks; and beside sums of records.
+inline constexpr int kFewTokensOfBytes = 64, kFewTokensWithParts = 48;
 /// The most of an item by two units of a warp that keep sums of records by themselves (moe_wgmma_bytes.cuh).
 inline constexpr int kTokensOfTwoUnits = 80;
 /// The most of an item, by most kernels and by any.

@@ -226,9 +226,9 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
       const std::uint32_t inputs_full = barriers.inputs_full + at.inputs.index * 8;
       if (of_inputs == 0) wait_barrier(inputs_full, at.inputs.parity);
       const std::byte* const rows = memory + at.inputs.index * stages.input_bytes;
-      const std::uint32_t columns = add_bytes(swizzled_rows(reduced_in_warp(shared_address(rows))),
-                                              of_inputs * 2 * stages.half),
-                          halves[2] = {columns, add_bytes(columns, stages.half)};
+      const std::uint32_t columns =
+          add_bytes(swizzled_rows(reduced_in_warp(shared_address(rows))), of_inputs * 2 * stages.half);
+      const Descriptor halves[2] = {descriptor(columns), descriptor(add_bytes(columns, stages.half))};
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
         Fragments<T>& a = fragments[batch % 2];
@@ -323,7 +323,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   int left = multiply_of<T>(chain, next).steps;  // that are not multiplied
   // Step kStep of a stage of weights. Returns whether it was the last one of all.
   const auto multiply_step = [&]<int kStep>() {
-    const std::uint32_t halves[2] = {rows, add_bytes(rows, stages.half)};
+    const Descriptor halves[2] = {descriptor(rows), descriptor(add_bytes(rows, stages.half))};
     const bool last = --left == 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {

@@ -113,11 +113,12 @@ struct ByteFragments {
 template <bool kAdd, int N, class T, class Sum>
 __device__ __forceinline__ void multiply_record(Sum (&sums)[N / 2], const ByteFragments<T>& fragments,
                                                 std::uint32_t columns) {
+  const Descriptor first = descriptor(columns);
   begin_multiplies();
-  ByteWgmma<N>::template run<kAdd>(sums, fragments.a[0], columns);
+  ByteWgmma<N>::template run<kAdd>(sums, fragments.a[0], first);
 #pragma unroll
   for (int block = 1; block < kRecordColumns / 32; ++block)
-    ByteWgmma<N>::template run<true>(sums, fragments.a[block], add_bytes(columns, block * 32));
+    ByteWgmma<N>::template run<true>(sums, fragments.a[block], add_bytes(first, block * 32));
   commit_multiplies();
 }
 

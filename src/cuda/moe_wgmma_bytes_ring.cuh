@@ -50,7 +50,7 @@ struct ByteTraits {
 
   /// The most of an item: so many have room beside sums of a record.
   static constexpr int tokens =
-      few           ? (from_memory || !parts ? kFewTokensOfTile : kFewTokensWithParts)
+      few           ? (from_memory || !parts ? kFewTokensOfBytes : kFewTokensWithParts)
       : from_memory ? (parts ? (most ? 192 : 128) : (most ? kMostTokensOfTile : kManyTokensOfTile))
       : P.for_bytes ? (most ? kMostTokensOfTile : 128)
                     : (most ? 192 : kTokensOfTwoUnits);

@@ -41,11 +41,13 @@ struct WarpgroupTraits {
 
   /// The most of an item; and for how many there are loops: experts often have a few more than a power of
   /// two.
-  static constexpr int tokens = !kMany || record_scales ? kFewTokensOfTile
-                                : P.value.bits == 16    ? 128
-                                                        : kManyTokensOfTile;
-  static constexpr TokenLoops loops = kMany ? TokenLoops{{64, 80, 96, 128, 144, 160}}.up_to(tokens)
-                                            : TokenLoops{{kTileTokens, 16, 24, 32, 40, 48, 64}};
+  static constexpr int tokens = record_scales || (!kMany && P.banded) ? kFewTokensOfBytes
+                                : !kMany                              ? kFewTokensOfTile
+                                : P.value.bits == 16                  ? 128
+                                                                      : kManyTokensOfTile;
+  static constexpr TokenLoops loops =
+      kMany ? TokenLoops{{64, 80, 96, 128, 144, 160}}.up_to(tokens)
+            : TokenLoops{{kTileTokens, 16, 24, 32, 40, 48, 64, 80}}.up_to(tokens);
   static constexpr int token_step = kMany ? kTokenStepOfTile : 16;
   static constexpr int units = kMany ? 2 : 1;  ///< of a warp
   static constexpr int warps = 16 / units;     ///< that multiply
@@ -84,9 +86,10 @@ struct Stages {
   __device__ explicit Stages(int tokens)
       : half(tokens * 128),
         input_bytes(2 * T::input_steps * half + (T::record_scales ? 1024 : 0)),
-        inputs(min((tokens <= 32                 ? 6
-                    : tokens <= kFewTokensOfTile ? 4
-                                                 : 3) /
+        inputs(min((tokens <= 32   ? 6
+                    : tokens <= 64 ? 4
+                    : T::few       ? 2
+                                   : 3) /
                            T::input_steps +
                        (T::input_steps > 1),
                    (T::ring_bytes - 2 * T::weight_bytes) / input_bytes)),

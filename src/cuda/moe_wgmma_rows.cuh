@@ -24,7 +24,7 @@ struct RowSums {
     for (auto& sum : sums) sum = 0;
   }
   /// Begins to multiply a record.
-  __device__ __forceinline__ void multiply(std::uint32_t rows, std::uint32_t columns) {
+  __device__ __forceinline__ void multiply(Descriptor rows, Descriptor columns) {
     begin_multiplies();
 #pragma unroll
     for (int k = 0; k < kRecordColumns; k += 32) {
@@ -81,8 +81,8 @@ requires(T::bytes&& T::from_memory && !T::token_rows) __device__ __forceinline__
     wait_barrier(full + barriers.inputs_after, place.parity);
     // Of few tokens the compiler knows it to be the same in all lanes; sums leave no register for more.
     const int index = T::few && !T::record_scales ? place.index : reduced_in_warp(place.index);
-    const std::uint32_t rows = add_bytes(weights, index * T::weight_bytes),
-                        columns = add_bytes(inputs, index * S::input_bytes);
+    const Descriptor rows = descriptor(add_bytes(weights, index * T::weight_bytes)),
+                     columns = descriptor(add_bytes(inputs, index * S::input_bytes));
     if constexpr (T::parts) {
       const RecordScales<T::P> scales(extras + place.index * T::weight_bytes, lane);
       const std::byte* x_scales = memory + place.index * S::input_bytes + S::scales_at;

@@ -29,7 +29,7 @@ struct PieceSums {
   float part[kPieceRows / 2];
 
   /// Begins to multiply it.
-  __device__ __forceinline__ void multiply(std::uint32_t tokens, std::uint32_t rows) {
+  __device__ __forceinline__ void multiply(Descriptor tokens, Descriptor rows) {
     begin_multiplies();
     RowsWgmma<kPieceRows>::run<false>(part, tokens, rows);
 #pragma unroll
@@ -81,8 +81,9 @@ requires(T::token_rows) __device__ __forceinline__ Tile
   PieceSums of_record;
   const auto multiply = [&](int piece) {
     const int index = same_in_warp(place.index);
-    of_record.multiply(add_bytes(tokens, index * S::input_bytes),
-                       add_bytes(rows, index * T::weight_bytes + piece * (kPieceRows * kRecordColumns)));
+    of_record.multiply(
+        descriptor(add_bytes(tokens, index * S::input_bytes)),
+        descriptor(add_bytes(rows, index * T::weight_bytes + piece * (kPieceRows * kRecordColumns))));
   };
   float of_tokens[2];
   float2 of_rows[T::pieces];

@@ -19,10 +19,14 @@ __device__ __forceinline__ std::uint32_t add_bytes(std::uint32_t rows, int bytes
   return rows + (bytes >> 4);
 }
 
-/// The whole descriptor. Put together inside of a multiply, its halves took a register of the warp more, and
-/// a move to there and back, for each.
-__device__ __forceinline__ std::uint64_t descriptor(std::uint32_t rows) {
-  return std::uint64_t{0x40000040} << 32 | rows;
+/// A whole descriptor, for one of a few multiplies. From one to the next it is one addition of 64 bits; put
+/// together from halves for each, three instructions.
+using Descriptor = std::uint64_t;
+__device__ __forceinline__ Descriptor descriptor(std::uint32_t rows) {
+  return Descriptor{0x40000040} << 32 | rows;
+}
+__device__ __forceinline__ Descriptor add_bytes(Descriptor rows, int bytes) {
+  return rows + (bytes >> 4);
 }
 
 /// Before the first multiply, and after registers of the next ones were written.
@@ -61,7 +65,7 @@ __device__ __forceinline__ void give_registers() {
 }
 
 /// d += a * b: m64nNk16, f32 sums. Each warp has 16 of the rows, as in mma (ptx.cuh): a as
-/// there, d[4 i ..] columns 8 i + 2 (lane % 4) and + 1 of both rows; b is swizzled_rows.
+/// there, d[4 i ..] columns 8 i + 2 (lane % 4) and + 1 of both rows; b is of swizzled_rows.
 template <int N, Format M>
 struct Wgmma;
 
@@ -80,21 +84,21 @@ struct Wgmma;
 #define GATEFOLD_D(i) \
   GATEFOLD_D4(16 * i), GATEFOLD_D4(16 * i + 4), GATEFOLD_D4(16 * i + 8), GATEFOLD_D4(16 * i + 12)
 /// The numbers of its other operands follow those of the sums.
-#define GATEFOLD_WGMMA(n, a0, a1, a2, a3, b, registers, ...)                                                \
-  template <Format M>                                                                                       \
-  struct Wgmma<n, M> {                                                                                      \
-    static __device__ __forceinline__ void run(float (&d)[n / 2], const Pair (&a)[4], std::uint32_t rows) { \
-      if constexpr (M == formats::bf16)                                                                     \
-        GATEFOLD_WGMMA_OF("bf16", #n, a0, a1, a2, a3, b, registers, __VA_ARGS__);                           \
-      else                                                                                                  \
-        GATEFOLD_WGMMA_OF("f16", #n, a0, a1, a2, a3, b, registers, __VA_ARGS__);                            \
-    }                                                                                                       \
+#define GATEFOLD_WGMMA(n, a0, a1, a2, a3, b, registers, ...)                                             \
+  template <Format M>                                                                                    \
+  struct Wgmma<n, M> {                                                                                   \
+    static __device__ __forceinline__ void run(float (&d)[n / 2], const Pair (&a)[4], Descriptor rows) { \
+      if constexpr (M == formats::bf16)                                                                  \
+        GATEFOLD_WGMMA_OF("bf16", #n, a0, a1, a2, a3, b, registers, __VA_ARGS__);                        \
+      else                                                                                               \
+        GATEFOLD_WGMMA_OF("f16", #n, a0, a1, a2, a3, b, registers, __VA_ARGS__);                         \
+    }                                                                                                    \
   };
 #define GATEFOLD_WGMMA_OF(type, n, a0, a1, a2, a3, b, registers, ...)                                    \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers "}, {%" #a0 \
                ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 0;\n"                                 \
                : __VA_ARGS__                                                                             \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(rows)))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows))
 
 GATEFOLD_WGMMA(16, 8, 9, 10, 11, 12, "%0, %1, %2, %3, %4, %5, %6, %7", GATEFOLD_D4(0), GATEFOLD_D4(4))
 GATEFOLD_WGMMA(24, 12, 13, 14, 15, 16, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11", GATEFOLD_D4(0),

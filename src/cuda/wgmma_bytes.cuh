@@ -37,19 +37,19 @@ struct ByteWgmma;
                "k32." types " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", add" tail \
                ";\n}\n"                                                                                     \
                : __VA_ARGS__                                                                                \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(rows)), "n"(kAdd ? 1 : 0))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "n"(kAdd ? 1 : 0))
 /// The numbers of the operands follow those of the sums.
 #define GATEFOLD_BYTE_WGMMA(n, a0, a1, a2, a3, b, add, registers, sums)                                   \
   template <>                                                                                             \
   struct ByteWgmma<n> {                                                                                   \
     template <bool kAdd>                                                                                  \
     static __device__ __forceinline__ void run(float (&d)[n / 2], const std::uint32_t (&a)[4],            \
-                                               std::uint32_t rows) {                                      \
+                                               Descriptor rows) {                                         \
       GATEFOLD_BYTE_WGMMA_OF(n, "f32.e4m3.e4m3", ", 1, 1", a0, a1, a2, a3, b, add, registers, sums("f")); \
     }                                                                                                     \
     template <bool kAdd>                                                                                  \
     static __device__ __forceinline__ void run(std::int32_t (&d)[n / 2], const std::uint32_t (&a)[4],     \
-                                               std::uint32_t rows) {                                      \
+                                               Descriptor rows) {                                         \
       GATEFOLD_BYTE_WGMMA_OF(n, "s32.s8.s8", "", a0, a1, a2, a3, b, add, registers, sums("r"));           \
     }                                                                                                     \
   };
@@ -104,21 +104,20 @@ struct RowsWgmma;
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
                "k32." types " {" registers "}, %" #a ", %" #b ", add" tail ";\n}\n"                       \
                : __VA_ARGS__                                                                              \
-               : "l"(descriptor(a_rows)), "l"(descriptor(b_rows)), "n"(kAdd ? 1 : 0))
+               : "l"(a_rows), "l"(b_rows), "n"(kAdd ? 1 : 0))
 /// The numbers of the operands follow those of the sums.
-#define GATEFOLD_ROWS_WGMMA(n, a, b, add, registers, sums)                                     \
-  template <>                                                                                  \
-  struct RowsWgmma<n> {                                                                        \
-    template <bool kAdd>                                                                       \
-    static __device__ __forceinline__ void run(float (&d)[n / 2], std::uint32_t a_rows,        \
-                                               std::uint32_t b_rows) {                         \
-      GATEFOLD_ROWS_WGMMA_OF(n, "f32.e4m3.e4m3", ", 1, 1", a, b, add, registers, sums("f"));   \
-    }                                                                                          \
-    template <bool kAdd>                                                                       \
-    static __device__ __forceinline__ void run(std::int32_t (&d)[n / 2], std::uint32_t a_rows, \
-                                               std::uint32_t b_rows) {                         \
-      GATEFOLD_ROWS_WGMMA_OF(n, "s32.s8.s8", "", a, b, add, registers, sums("r"));             \
-    }                                                                                          \
+#define GATEFOLD_ROWS_WGMMA(n, a, b, add, registers, sums)                                                \
+  template <>                                                                                             \
+  struct RowsWgmma<n> {                                                                                   \
+    template <bool kAdd>                                                                                  \
+    static __device__ __forceinline__ void run(float (&d)[n / 2], Descriptor a_rows, Descriptor b_rows) { \
+      GATEFOLD_ROWS_WGMMA_OF(n, "f32.e4m3.e4m3", ", 1, 1", a, b, add, registers, sums("f"));              \
+    }                                                                                                     \
+    template <bool kAdd>                                                                                  \
+    static __device__ __forceinline__ void run(std::int32_t (&d)[n / 2], Descriptor a_rows,               \
+                                               Descriptor b_rows) {                                       \
+      GATEFOLD_ROWS_WGMMA_OF(n, "s32.s8.s8", "", a, b, add, registers, sums("r"));                        \
+    }                                                                                                     \
   };
 #define GATEFOLD_SUMS_OF_144(c)                                                                   \
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3), \

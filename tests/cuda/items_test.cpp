@@ -55,7 +55,7 @@ TEST(TokenLoops, OfEachKernelEndWithItsTiles) {
            {InputKind::bf16, InputKind::f16, InputKind::bf16_record_scales, InputKind::e4m3,
             InputKind::e4m3_fast, InputKind::e4m3_record_scales, InputKind::int8})
         for (const int tokens :
-             {32, kFewTokensOfTile, kTokensOfTwoUnits, 128, kManyTokensOfTile, 192, kMostTokensOfTile}) {
+             {32, kFewTokensOfBytes, kFewTokensOfTile, 128, kManyTokensOfTile, 192, kMostTokensOfTile}) {
           const GemmKernel kernel = find_warpgroup_gemm(S::id, wide, input, tokens);
           if (kernel.function == nullptr || tokens % kernel.token_step != 0) continue;
           ++kernels;
