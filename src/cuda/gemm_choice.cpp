@@ -50,7 +50,7 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
                                                 : Costs{490, 4.5, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
   if (bits == 8) return few ? Costs{1100, 16.2, 46, 1, 20000} : Costs{903, 18.6, 107};
-  return few ? Costs{800, 16.8, 58, 1, 8000} : Costs{769, 16.5, 80};
+  return few ? Costs{800, 16.6, 58, 1, 8000} : Costs{800, 16.5, 80};
 }
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
 constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
