@@ -14,10 +14,10 @@
 /// f32. The same input gives the same bits on every run and for every thread count, and a token's result does
 /// not depend on the other tokens of the call, except in schemes with one activation scale per tensor
 /// (Scheme::batch_dependent) without a static scale. On a GPU it does, by the rounding of f32 sums: how a sum
-/// is cut into parts follows from which experts are in use, unless PlanOptions::batch_invariant is set. There,
-/// int4 weights with a bf16 scale for each group (of zero points: up to 64 columns) may be what they are when
-/// dequantized to bf16, code * scale rounded, where activations are bf16: for experts of some 10 tokens or
-/// more, and with batch_invariant always.
+/// is cut into parts follows from which experts are in use, unless PlanOptions::batch_invariant is set.
+/// On a GPU int4 weights with a bf16 scale for each group (of zero points: up to 64 columns) may be what they
+/// are when dequantized to bf16, code * scale rounded, where activations are bf16: for experts of some 10
+/// tokens or more, and with batch_invariant always.
 
 #include <cstddef>
 #include <cstdint>

@@ -6,8 +6,9 @@
 /// Two or three warps fill rings of stages (moe_wgmma_ring.cuh). For few tokens four warpgroups multiply,
 /// each warp the 16 rows of a unit: some decode while others multiply; up to 8 tokens by mma, each warp by
 /// itself. For many tokens two do, each warp two units in turn: a batch of columns of one unit is decoded
-/// while one of the other is multiplied. Where scales belong to groups of columns, sums are in units of the
-/// group's scale, and are brought to the next one's between two batches.
+/// while one of the other is multiplied. Where scales belong to groups of columns and are not multiplied into
+/// the weights, sums are in units of the group's scale, and are brought to the next one's between two
+/// batches.
 
 #include "cuda/moe_gemm.cuh"
 #include "cuda/moe_wgmma_finish.cuh"
