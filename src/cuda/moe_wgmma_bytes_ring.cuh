@@ -8,7 +8,7 @@
 
 namespace gatefold::cuda {
 
-/// How many tokens items may have: at most kFewTokensOfTile; more; or, by fewer rows, still more. Sums leave
+/// How many tokens items may have: at most kFewTokensOfBytes; more; or, by fewer rows, still more. Sums leave
 /// registers for four, three or two warpgroups; or, where they decode, for four, or for two whose warps have
 /// two units or one. Where tokens are rows, `many` are two warpgroups, by all rows, and `most` are three, by
 /// half of them.

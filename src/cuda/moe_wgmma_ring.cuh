@@ -75,7 +75,8 @@ struct WarpgroupTraits {
 };
 
 /// The stages of both rings, where items have at most so many tokens, a multiple of 8. Activations come
-/// first: swizzled rows begin at multiples of 1024 bytes.
+/// first: swizzled rows begin at multiples of 1024 bytes. Of 80 tokens there are few stages: so there is room
+/// for as many of weights as beside 64.
 template <class T>
 struct Stages {
   static constexpr int ends_at = T::ring_bytes;  ///< of results (moe_wgmma_finish.cuh)
