@@ -3,9 +3,11 @@
 /// What follows the multiply of a tile (moe_wgmma.cuh): scales, biases, activation. All of it happens in the
 /// registers of the lanes that have the sums: a unit's rows lane / 4 and + 8, which are a channel's gate and
 /// up, by two tokens of each 8. Nothing waits for memory, and there are no branches between tokens, so that
-/// what is done for one of them hides the latency of another. Rows of 16 bits go through shared memory, where
-/// a warpgroup puts together what it has of a token, 128 bytes; other results go straight from registers,
-/// those in tiles after lanes of neighbouring rows have exchanged one of both tokens.
+/// what is done for one of them hides the latency of another. 16 bits go through shared memory, where a
+/// warpgroup puts together what it has of a token: 128 bytes of down's, 64 of channels. f32 goes straight
+/// from registers.
+
+#include <limits>
 
 #include "cuda/moe_gemm_finish.cuh"
 #include "cuda/moe_wgmma_ring.cuh"
@@ -30,10 +32,20 @@ __device__ __forceinline__ float power_of_two(float x) {
   return power;
 }
 
+__device__ __forceinline__ bool is_geglu(const Activation& by) {
+  return by.kind == Activation::Kind::geglu || by.kind == Activation::Kind::geglu_tanh;
+}
+/// SwiGLU without limits and beta: the gate's SiLU times up.
+__device__ __forceinline__ bool is_plain_swiglu(const Activation& by) {
+  return !is_geglu(by) && by.beta == 0 && by.limit == std::numeric_limits<float>::infinity();
+}
 /// As activate_swiglu, in fewer instructions.
+template <bool kPlain>
 __device__ __forceinline__ float swiglu(const Activation& by, float gate, float up) {
+  constexpr float e = 1.44269504f;
+  if constexpr (kPlain) return gate * reciprocal(1.0f + power_of_two(-e * by.alpha * gate)) * up;
   const float g = min_or_nan(gate, by.limit), u = max_or_nan(min_or_nan(up, by.limit), -by.limit);
-  return g * reciprocal(1.0f + power_of_two(-1.44269504f * by.alpha * g)) * (u + by.beta);
+  return g * reciprocal(1.0f + power_of_two(-e * by.alpha * g)) * (u + by.beta);
 }
 
 /// Tokens that are finished together: enough to hide what is done for one behind others.
@@ -88,68 +100,58 @@ struct EndArgs {
         out_dtype(kept(args.out_dtype)) {}
 };
 
-/// What a lane finishes of a unit, by pieces of an item's tokens: sums 4 i and + 1 are the first row's by
-/// tokens 8 i + token_ and + 1, sums 4 i + 2 and + 3 the second one's.
+/// What a lane finishes of a tile, unit by unit and by pieces of an item's tokens: sums 4 i and + 1 are the
+/// first row's by tokens 8 i + token_ and + 1, sums 4 i + 2 and + 3 the second one's. What all tokens of a
+/// unit have in common is found once, and there are no branches that lanes do not take together.
 template <class T>
 class LaneRows {
  public:
   using Sums = float[kPieceTokens / 2];
 
   __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, const EndScales& scales,
-                                      std::byte* memory, int of_warp)
-      : args_(args),
-        tile_(tile),
-        scales_{scales.tokens, scales.rows + (T::bytes ? of_warp * kWarpgroupRows : 0)},
-        gate_up_(args.kind == GemmKind::gate_up) {
-    const int thread = thread_again();
+                                      std::byte* memory)
+      : args_(args), tile_(tile), scales_(scales), gate_up_(args.kind == GemmKind::gate_up) {
+    const unsigned thread = static_cast<unsigned>(thread_again());
     thread_ = thread % 128;
     lane_ = thread % 32;
-    first_unit_ = tile.first_group * kGroupUnits + thread / 128 * 4 * T::units + 4 * of_warp;
-    unit_ = first_unit_ + thread_ / 32;
-    row_ = unit_ * unit_rows() + lane_ / 4;
+    warp_ = reduced_in_warp(static_cast<int>(thread_ / 32));
+    const int warpgroup = reduced_in_warp(static_cast<int>(thread / 128));
     token_ = lane_ % 4 * 2;
-    odd_ = lane_ / 4 % 2;
-    shared_ = memory + Stages<T>::ends_at + thread / 128 * (T::end_tokens * kEndBytes);
+    first_unit_ = tile.first_group * kGroupUnits + warpgroup * 4 * T::units;
+    if (T::bytes) scales_.rows += warp_ * kUnitRows;
+    shared_ = memory + Stages<T>::ends_at + warpgroup * (T::end_tokens * kEndBytes);
   }
-  /// Whether any warp of this warpgroup has a unit of the matrix.
+  /// Whether the matrix has units of any warp of this warpgroup.
   __device__ __forceinline__ bool any_there() const { return first_unit_ < units(); }
+  /// Of each warp.
+  __device__ __forceinline__ void next_unit() {
+    first_unit_ += 4;
+    if (T::bytes) scales_.rows += kWarpgroupRows;
+  }
 
   /// Sums become results, which are stored; by a warpgroup's warps together.
   __device__ __forceinline__ void finish(UnitResult<T>& result) {
     auto& sums = result.sums;
+    unit_ = first_unit_ + warp_;
+    row_ = unit_ * unit_rows() + lane_ / 4;
     load_factors(result.unit);
     const bool f32 = args_.out_dtype == DType::f32;
-    const Activation::Kind kind = args_.activation.kind;
-    const bool in_tiles = args_.out_tile_rows != 0,
-               geglu = kind == Activation::Kind::geglu || kind == Activation::Kind::geglu_tanh;
+    const bool tiled = !T::bytes && args_.out_tile_rows != 0;
     // 16 bytes lie at multiples of 16, and rows that the matrix lacks do not share them with others.
     const bool whole = args_.rows % 8 == 0 && args_.out_stride % 8 == 0 && args_.part_out % 8 == 0 &&
                        reinterpret_cast<std::uintptr_t>(args_.out) % 16 == 0;
-    if (whole && !gate_up_ && !f32) return finish_pieces(sums, [&](Sums& own) { store_narrow_rows(own); });
+    if (!gate_up_ && whole && !f32) return store_narrow_rows(sums);
+    if (gate_up_ && tiled) return finish_in_tiles([&](auto&& store) { finish_channels(sums, store); });
     if (unit_ >= units()) return;
-    if (!gate_up_) {
-      if (f32)
-        finish_pieces(sums, [&](Sums& own) { store_rows<float>(own, [](float x) { return x; }); });
-      else
-        finish_pieces_in_turn(sums, [&](Sums& own) {
-          store_rows<std::uint16_t>(own, [&](float x) { return narrow(x, args_.out_dtype == DType::bf16); });
-        });
-      return;
-    }
-    if (geglu)
-      finish_pieces_in_turn(sums, [&](Sums& own) {
-        apply_geglu(own);
-        in_tiles ? store_in_tiles(own) : store_channels(own);
-      });
-    else if (in_tiles)
-      finish_pieces(sums, [&](Sums& own) {
-        apply_swiglu(own);
-        store_in_tiles(own);
-      });
+    if (gate_up_)
+      finish_channels(sums, [&](const Sums& own, int first) { store_channels(own, first); });
+    else if (f32)
+      finish_pieces(sums,
+                    [&](Sums& own, int first) { store_rows<float>(own, first, [](float x) { return x; }); });
     else
-      finish_pieces(sums, [&](Sums& own) {
-        apply_swiglu(own);
-        store_channels(own);
+      finish_pieces_in_turn(sums, [&](Sums& own, int first) {
+        store_rows<std::uint16_t>(own, first,
+                                  [&](float x) { return narrow(x, args_.out_dtype == DType::bf16); });
       });
   }
 
@@ -159,67 +161,67 @@ class LaneRows {
   __device__ __forceinline__ int units() const { return args_.groups * kGroupUnits; }
   __device__ __forceinline__ int unit_rows() const { return gate_up_ ? kUnitRows / 2 : kUnitRows; }
 
-  /// All pieces that have tokens, one after the other.
+  /// All pieces that have tokens, one after the other: store(sums, first token).
   template <class AllSums, class Store>
-  __device__ __forceinline__ void finish_pieces(const AllSums& sums, Store&& store) {
+  __device__ __forceinline__ void finish_pieces(const AllSums& sums, Store&& store) const {
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece, first_ += kPieceTokens) {
-      if (piece > 0 && first_ >= tile_.count) return;
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int first = piece * kPieceTokens;
+      if (piece > 0 && first >= tile_.count) return;
       Sums own;
 #pragma unroll
-      for (int i = 0; i < kPieceTokens / 2; ++i)
-        own[i] = static_cast<float>(sums[piece * kPieceTokens / 2 + i]);
-      scale(own);
-      store(own);
+      for (int i = 0; i < kPieceTokens / 2; ++i) own[i] = static_cast<float>(sums[first / 2 + i]);
+      scale(own, first);
+      store(own, first);
     }
   }
   /// The same with little code: the piece that is finished is always in the first registers, the others move
   /// on.
   template <class AllSums, class Store>
-  __device__ __forceinline__ void finish_pieces_in_turn(AllSums& sums, Store&& store) {
+  __device__ __forceinline__ void finish_pieces_in_turn(AllSums& sums, Store&& store) const {
     constexpr int each = kPieceTokens / 2;
 #pragma unroll 1
-    for (; first_ < tile_.count; first_ += kPieceTokens) {
+    for (int first = 0; first < tile_.count; first += kPieceTokens) {
       Sums own;
 #pragma unroll
       for (int i = 0; i < each; ++i) own[i] = static_cast<float>(sums[i]);
 #pragma unroll
       for (int i = 0; i < (kPieces - 1) * each; ++i) sums[i] = sums[i + each];
-      scale(own);
-      store(own);
+      scale(own, first);
+      store(own, first);
     }
   }
 
-  /// Tokens of a piece from this lane's one on that an item has; none of a row that the matrix lacks.
-  __device__ __forceinline__ int tokens_left(int token, int row) const {
-    return row < args_.rows ? tile_.count - first_ - token : 0;
+  /// Tokens of an item from this lane's one on; none of a row that the matrix lacks.
+  __device__ __forceinline__ int tokens_left(int row) const {
+    return row < args_.rows ? tile_.count - token_ : 0;
   }
 
   __device__ __forceinline__ void load_factors(const float (&unit)[2]) {
+    const float* row_scales = scales_.rows;
+    if constexpr (T::P.row_scale && !T::bytes)
+      row_scales = reinterpret_cast<const float*>(args_.weights + tile_.expert * args_.expert_stride) +
+                   unit_ * kUnitRows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       factors_[r] = unit[r] * sum_scale<T::P, T::M>();
-      if (T::P.row_scale && unit_ < units()) {
-        const float* scales = scales_.rows;
-        if constexpr (!T::bytes)
-          scales = reinterpret_cast<const float*>(args_.weights + tile_.expert * args_.expert_stride) +
-                   first_unit_ * kUnitRows;
-        factors_[r] *= scales[thread_ / 32 * kUnitRows + lane_ / 4 + 8 * r];
-      }
-      const float* from = gate_up_ && r == 1 ? args_.up_bias : args_.bias;
+      if (T::P.row_scale && unit_ < units()) factors_[r] *= row_scales[lane_ / 4 + 8 * r];
+      bias_[r] = 0;
+      const float* bias = gate_up_ && r == 1 ? args_.up_bias : args_.bias;
       const int row = row_ + (gate_up_ ? 0 : 8 * r);
-      bias_[r] = from != nullptr && row < args_.rows
-                     ? from[static_cast<std::int64_t>(tile_.expert) * args_.rows + row]
-                     : 0.0f;
+      if (bias != nullptr && row < args_.rows)
+        bias_[r] = bias[static_cast<std::int64_t>(tile_.expert) * args_.rows + row];
     }
   }
-  __device__ __forceinline__ void scale(Sums& sums) const {
+  __device__ __forceinline__ void scale(Sums& sums, int first) const {
     if (scales_.tokens != nullptr) {
-      const float* x_scales = scales_.tokens + first_ + token_;
-      const int left = tile_.count - first_;
+      const float* x_scales = scales_.tokens + first + token_;
+      const int left = tile_.count - first;
 #pragma unroll
       for (int i = 0; i < kEights; ++i) {
-        const float2 x = 8 * i < left ? *reinterpret_cast<const float2*>(x_scales + 8 * i) : float2{};
+        // In shared memory anything can be read.
+        const float2 x =
+            T::bytes || 8 * i < left ? *reinterpret_cast<const float2*>(x_scales + 8 * i) : float2{};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           sums[4 * i + 2 * r] *= x.x;
@@ -231,26 +233,47 @@ class LaneRows {
     for (int i = 0; i < kPieceTokens / 2; ++i) sums[i] = fmaf(sums[i], factors_[i / 2 % 2], bias_[i / 2 % 2]);
   }
 
-  /// Gates and ups to channels, in the places of gates.
-  __device__ __forceinline__ void apply_swiglu(Sums& sums) const {
+  /// Gates and ups to channels.
+  template <class Activate>
+  __device__ __forceinline__ void for_channels(Sums& sums, Activate&& activate) const {
 #pragma unroll
     for (int i = 0; i < kPieceTokens / 4; ++i) {
       float& gate = sums[i / 2 * 4 + i % 2];
-      gate = swiglu(args_.activation, gate, sums[i / 2 * 4 + 2 + i % 2]);
+      gate = activate(gate, sums[i / 2 * 4 + 2 + i % 2]);
     }
   }
-  __device__ __forceinline__ void apply_geglu(Sums& sums) const {
-#pragma unroll
-    for (int i = 0; i < kPieceTokens / 4; ++i) {
-      float& gate = sums[i / 2 * 4 + i % 2];
-      gate = activate(args_.activation, gate, sums[i / 2 * 4 + 2 + i % 2]);
-    }
+  /// Channels of each piece, in the places of gates.
+  template <class AllSums, class Store>
+  __device__ __forceinline__ void finish_channels(AllSums& sums, Store&& store) const {
+    const Activation& by = args_.activation;
+    if (is_geglu(by))
+      finish_pieces_in_turn(sums, [&](Sums& own, int first) {
+        for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
+        store(own, first);
+      });
+    else if (is_plain_swiglu(by))
+      finish_pieces(sums, [&](Sums& own, int first) {
+        for_channels(own, [&](float gate, float up) { return swiglu<true>(by, gate, up); });
+        store(own, first);
+      });
+    else
+      finish_pieces(sums, [&](Sums& own, int first) {
+        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
+        store(own, first);
+      });
+  }
+
+  /// Where a slot's rows are.
+  template <class Out>
+  __device__ __forceinline__ Out* slot_of(int token) const {
+    return static_cast<Out*>(args_.out) + tile_.expert * args_.part_out +
+           (tile_.first + token) * args_.out_stride;
   }
 
   /// f32, in rows of channels.
-  __device__ __forceinline__ void store_channels(const Sums& sums) const {
-    const int left = tokens_left(token_, row_);
-    auto* out = static_cast<float*>(args_.out) + (tile_.first + first_ + token_) * args_.out_stride + row_;
+  __device__ __forceinline__ void store_channels(const Sums& sums, int first) const {
+    const int left = tokens_left(row_) - first;
+    float* out = slot_of<float>(first + token_) + row_;
 #pragma unroll
     for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride)
 #pragma unroll
@@ -258,16 +281,11 @@ class LaneRows {
         if (8 * i + c < left) out[c * args_.out_stride] = sums[4 * i + c];
   }
 
-  /// Where a slot's rows are.
-  __device__ __forceinline__ std::int64_t place(int slot) const {
-    return tile_.expert * args_.part_out + slot * args_.out_stride;
-  }
-
   /// Both rows, as they are.
   template <class Out, class Convert>
-  __device__ __forceinline__ void store_rows(const Sums& sums, Convert&& convert) const {
-    const int left = tokens_left(token_, row_), left_below = tokens_left(token_, row_ + 8);
-    auto* out = static_cast<Out*>(args_.out) + place(tile_.first + first_ + token_) + row_;
+  __device__ __forceinline__ void store_rows(const Sums& sums, int first, Convert&& convert) const {
+    const int left = tokens_left(row_) - first, left_below = tokens_left(row_ + 8) - first;
+    Out* out = slot_of<Out>(first + token_) + row_;
 #pragma unroll
     for (int i = 0; i < kEights; ++i, out += 8 * args_.out_stride)
 #pragma unroll
@@ -277,41 +295,61 @@ class LaneRows {
       }
   }
 
-  /// Two tokens of this lane's row and those of its neighbour's become two rows of one: token_ + odd_.
-  __device__ __forceinline__ std::uint32_t exchange(std::uint32_t tokens) const {
-    return __byte_perm(tokens, __shfl_xor_sync(~0u, tokens, 4), odd_ == 0 ? 0x5410 : 0x3276);
-  }
-  /// 16 bits, in tiles, as down takes them; channels that the matrix lacks are 0.
-  __device__ __forceinline__ void store_in_tiles(const Sums& sums) const {
+  /// Where a channel of an item's token lies in tiles.
+  __device__ __forceinline__ std::uint16_t* in_tiles(int token, int channel) const {
     constexpr PackedFormat P = T::P;
+    __builtin_assume(channel >= 0);
+    return static_cast<std::uint16_t*>(args_.out) +
+           tile_position(args_.out_tile_rows, tile_.row + token, P.position(channel));
+  }
+  static constexpr int kChannelBytes = kEndBytes / 2;  ///< of a token
+  /// 16 bits, in tiles, as down takes them; channels that the matrix lacks are 0. In tiles a warpgroup's 32
+  /// channels of a token are four times 16 bytes, each of two channels of every warp, for which lanes read a
+  /// word of every warp. `finish` is given what stores a piece.
+  template <class Finish>
+  __device__ __forceinline__ void finish_in_tiles(Finish&& finish) const {
+    static_assert(kEights == 4);
     constexpr float larger = input_scale<T::P, T::M>();
-    const bool bf16 = args_.out_dtype == DType::bf16, zero = row_ >= args_.rows;
-    const int channel = row_ - odd_, token = first_ + token_ + odd_, left = tile_.count - token;
-    const auto word_of = [&](int k) {
-      return reinterpret_cast<std::uint32_t*>(
-          static_cast<std::uint16_t*>(args_.out) +
-          tile_position(args_.out_tile_rows, tile_.row + token, P.position(k)));
-    };
-    constexpr int eight = 8 * 64 / 2;  // rows, in words
-    std::uint32_t* out = word_of(channel);
+    constexpr bool bf16 = T::M == formats::bf16;
+    constexpr int kBytes = kPieceTokens * kChannelBytes, kPlaces = T::end_tokens * kEndBytes / kBytes;
+    const unsigned token = thread_ / 4, pair = thread_ % 4;
+    const std::uint32_t there = row_ < args_.rows ? ~0u : 0;
+    const int left = tile_.count - static_cast<int>(token), channel = first_unit_ * unit_rows() + pair * 2;
+    std::byte* const to = shared_ + lane_ * kChannelBytes + (warp_ ^ lane_ / 2 % 4) * 16;
+    std::uint16_t* const out = in_tiles(token, channel);
+    std::uint16_t* const out_folded = in_tiles(token, channel + 8);  // of every second warp
+    if (kPlaces > 1) sync_warpgroup();                               // the unit before has been read
+    finish([&](const Sums& sums, int first) {
+      std::uint32_t pairs[4], words[4];
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) {
-      const std::uint32_t word =
-          exchange(zero ? 0 : narrow_pair(sums[4 * i] * larger, sums[4 * i + 1] * larger, bf16));
-      if (8 * i < left) out[i * eight] = word;
-    }
+      for (int i = 0; i < 4; ++i)
+        pairs[i] = there & narrow_pair(sums[4 * i] * larger, sums[4 * i + 1] * larger, bf16);
+      const int place = first / kPieceTokens % kPlaces * kBytes;
+      if (kPlaces == 1) sync_warpgroup();  // the piece before has been read
+      store_transposed(to + place, pairs);
+      sync_warpgroup();
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        words[w] = *reinterpret_cast<const std::uint32_t*>(
+            shared_ + place + (token * kChannelBytes + (w ^ token / 2 % 4) * 16 + pair * 4));
+      if (first >= left) return;
+      if constexpr (T::P.folded) {
+        *reinterpret_cast<uint2*>(out + first * 64) = {words[0], words[2]};
+        *reinterpret_cast<uint2*>(out_folded + first * 64) = {words[1], words[3]};
+      } else {
+        *reinterpret_cast<uint4*>(out + first * 64) = {words[0], words[1], words[2], words[3]};
+      }
+    });
     // The last unit's lanes fill rows up to their stride, which is a multiple of what down reads.
-    if (unit_ + 1 < args_.groups * kGroupUnits) return;
+    if (unit_ + 1 != units()) return;
 #pragma unroll 1
-    for (int pad = channel + 8; pad < args_.out_stride; pad += 8) {
-      out = word_of(pad);
+    for (int k = units() * unit_rows() + lane_ % 4 * 2; k < args_.out_stride; k += 8)
 #pragma unroll 1
-      for (int at = 0; at < left; at += 8, out += eight) *out = 0;
-    }
+      for (int i = lane_ / 4; i < tile_.count; i += 8) *reinterpret_cast<std::uint32_t*>(in_tiles(i, k)) = 0;
   }
 
   /// Where 16 bytes of a token lie: neighbouring tokens' are in different banks.
-  __device__ __forceinline__ std::byte* in_shared(int token, int sixteen) const {
+  __device__ __forceinline__ std::byte* in_shared(unsigned token, unsigned sixteen) const {
     return shared_ + token * kEndBytes + (sixteen ^ token % 8) * 16;
   }
   static __device__ __forceinline__ void sync_warpgroup() {
@@ -319,44 +357,48 @@ class LaneRows {
   }
 
   /// 16 bits, of a warpgroup, as many tokens at a time as there is room for.
-  __device__ __forceinline__ void store_narrow_rows(const Sums& sums) const {
+  template <class AllSums>
+  __device__ __forceinline__ void store_narrow_rows(const AllSums& sums) const {
     const bool bf16 = args_.out_dtype == DType::bf16;
-    const int sixteen = thread_ % 8, row = first_unit_ * kUnitRows + sixteen * 8,
-              left = row < args_.rows ? tile_.count - first_ : 0;
-    auto* out = static_cast<std::uint16_t*>(args_.out) + place(tile_.first + first_ + thread_ / 8) + row;
+    const int sixteen = thread_ % 8, token = thread_ / 8, row = first_unit_ * kUnitRows + sixteen * 8,
+              left = row < args_.rows ? tile_.count - token : 0;
+    std::byte* const to = in_shared(lane_ / 16 * 8 + lane_ % 8, warp_ * 2 + lane_ / 8 % 2);
+    const std::byte* const from = in_shared(token, sixteen);
+    auto* out = slot_of<std::uint16_t>(token) + row;
+    finish_pieces(sums, [&](Sums& own, int first) {
 #pragma unroll
-    for (int begin = 0; begin < kPieceTokens; begin += T::end_tokens) {
-      sync_warpgroup();  // the tokens before have been read
+      for (int begin = 0; begin < kPieceTokens; begin += T::end_tokens) {
+        sync_warpgroup();  // the tokens before have been read
 #pragma unroll
-      for (int i = 0; i < T::end_tokens; i += 16) {
-        std::uint32_t pairs[4];
+        for (int i = 0; i < T::end_tokens; i += 16) {
+          std::uint32_t pairs[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int at = (begin + i) / 2 + 2 * j;
-          pairs[j] = narrow_pair(sums[at], sums[at + 1], bf16);
+          for (int j = 0; j < 4; ++j) {
+            const int at = (begin + i) / 2 + 2 * j;
+            pairs[j] = narrow_pair(own[at], own[at + 1], bf16);
+          }
+          store_transposed(to + i * kEndBytes, pairs);
         }
-        store_transposed(in_shared(i + lane_ / 16 * 8 + lane_ % 8, thread_ / 32 * 2 + lane_ / 8 % 2), pairs);
-      }
-      sync_warpgroup();
+        sync_warpgroup();
 #pragma unroll
-      for (int i = 0; i < T::end_tokens; i += 16, out += 16 * args_.out_stride) {
-        const auto words = *reinterpret_cast<const uint4*>(in_shared(i + thread_ / 8, sixteen));
-        if (begin + i + thread_ / 8 < left) *reinterpret_cast<uint4*>(out) = words;
+        for (int i = 0; i < T::end_tokens; i += 16, out += 16 * args_.out_stride)
+          if (first + begin + i < left)
+            *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(from + i * kEndBytes);
       }
-    }
+    });
   }
 
   const std::conditional_t<chains<T>, EndArgs, const GemmArgs&> args_;
   const Tile& tile_;
-  const EndScales scales_;
-  bool gate_up_;
-  std::byte* shared_;      ///< of this warpgroup: end_tokens * kEndBytes
-  int thread_, lane_;      ///< of the warpgroup, and of the warp
-  int first_unit_, unit_;  ///< of the warpgroup's four warps, and of this one
-  int row_;                ///< of the matrix, the first row, or the channel
-  int token_, odd_;        ///< of 8 tokens, the first of this lane's two; whether the row is an odd one
-  int first_ = 0;          ///< token of the piece
-  float factors_[2], bias_[2];
+  EndScales scales_;
+  const bool gate_up_;
+  std::byte* shared_;           ///< of this warpgroup: end_tokens * kEndBytes
+  unsigned thread_, lane_;      ///< of the warpgroup, and of the warp
+  int warp_;                    ///< of the warpgroup
+  int first_unit_, unit_ = 0;   ///< of the warpgroup's four warps, and of this one
+  int row_ = 0;                 ///< of the matrix, the first row, or the channel
+  int token_;                   ///< of 8 tokens, the first of this lane's two
+  float factors_[2], bias_[2];  ///< of both rows
 };
 
 /// There is one end for all kinds of tiles: a lane's sums of the tokens that an item lacks are anything.
@@ -364,12 +406,15 @@ class LaneRows {
 template <class T>
 __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& tile, const EndScales& scales,
                                             std::byte* memory, TileResult<T>& result) {
+  LaneRows<T> rows(args, tile, scales, memory);
 #pragma unroll 1
   for (int u = 0; u < T::units; ++u) {
-    LaneRows<T> rows(args, tile, scales, memory, u);
     if (!rows.any_there()) return;  // nor are the others
     rows.finish(result[0]);
-    if constexpr (T::units > 1) result[0] = result[1];
+    if constexpr (T::units > 1) {
+      result[0] = result[1];
+      rows.next_unit();
+    }
   }
 }
 

@@ -67,7 +67,7 @@ struct WarpgroupTraits {
   static constexpr int group_bytes = steps * step_bytes, group_extra_bytes = steps * step_extra_bytes;
   static constexpr int extras_at = groups * group_bytes,
                        weight_bytes = groups * (group_bytes + group_extra_bytes);
-  static constexpr int end_tokens = 16;  ///< whose results are in shared memory together
+  static constexpr int end_tokens = kMany ? 32 : 16;  ///< whose results are in shared memory together
   static constexpr int ring_bytes = 230400 - warps / 4 * end_tokens * kEndBytes, shared_bytes = 230400 + 1024;
   static constexpr int extra_groups = 1;  ///< of so many groups one's scales and zeros are copied
   static constexpr int most_stages = 8;   ///< of a ring

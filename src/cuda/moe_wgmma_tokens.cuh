@@ -150,7 +150,7 @@ class WarpTokens {
   __device__ __forceinline__ WarpTokens(const GemmArgs& args, const Tile& tile, const float* row_scales,
                                         std::byte* memory)
       : args_(args), tile_(tile), row_scales_(row_scales), gate_up_(args.kind == GemmKind::gate_up) {
-    const int thread = thread_again();
+    const unsigned thread = static_cast<unsigned>(thread_again());
     lane_ = thread % 32;
     first_token_ = thread / 32 * kWarpTokens;
     row_ = lane_ % 4 * 2;
@@ -161,8 +161,7 @@ class WarpTokens {
   __device__ __forceinline__ void finish(UnitResult<T>& result) {
     if (first_token_ >= tile_.count) return;
     const bool f32 = args_.out_dtype == DType::f32, bf16 = args_.out_dtype == DType::bf16;
-    const Activation::Kind kind = args_.activation.kind;
-    const bool geglu = kind == Activation::Kind::geglu || kind == Activation::Kind::geglu_tanh;
+    const Activation& by = args_.activation;
     // So many numbers lie at multiples of their bytes, and rows that the matrix lacks do not share them.
     const auto whole = [&](int numbers, int bytes) {
       return args_.rows % numbers == 0 && args_.out_stride % numbers == 0 && args_.part_out % numbers == 0 &&
@@ -177,14 +176,19 @@ class WarpTokens {
         f32 ? store_one_by_one<float, 1>(own, [](float x) { return x; })
             : store_one_by_one<std::uint16_t, 1>(own, [&](float x) { return narrow(x, bf16); });
       });
-    } else if (geglu || !whole(2, 8)) {
+    } else if (is_geglu(by) || !whole(2, 8)) {
       finish_chunks_in_turn(result, [&](Sums& own) {
-        for_channels(own, [&](float gate, float up) { return activate(args_.activation, gate, up); });
+        for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
         store_one_by_one<float, 2>(own, [](float x) { return x; });
+      });
+    } else if (is_plain_swiglu(by)) {
+      finish_chunks(result, [&](Sums& own) {
+        for_channels(own, [&](float gate, float up) { return swiglu<true>(by, gate, up); });
+        store_pairs<2>(own);
       });
     } else {
       finish_chunks(result, [&](Sums& own) {
-        for_channels(own, [&](float gate, float up) { return swiglu(args_.activation, gate, up); });
+        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
         store_pairs<2>(own);
       });
     }
