@@ -292,13 +292,15 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   // Codes are read before what comes ahead of them is multiplied; those of 16 bits are operands themselves.
   constexpr bool kAhead = P.value.bits < 16;
   BatchCodes<T> codes;
+  RecordScales<P> of_record[T::units];  // scales: those that are multiplied into weights are read once
   const auto load = [&](int of_stage, int part) {
     codes = records.codes(memory, of_stage, part / T::units, part % T::units);
   };
   const auto decode = [&](int of_stage, int part) {
     const int batch = part / T::units, u = part % T::units;
     if (!kAhead) load(of_stage, part);
-    const auto scales = records.scales(memory, of_stage, batch, u);
+    if (batch == 0 || !T::rounds_products) of_record[u] = records.scales(memory, of_stage, batch, u);
+    const RecordScales<P>& scales = of_record[u];
     fragments[part % 2].decode(codes, scales, batch);
     fragments[part % 2].keep();
     if constexpr (T::scaled_groups)  // this unit's multiplies are done, not the other one's
