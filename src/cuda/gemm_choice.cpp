@@ -48,15 +48,16 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
     return few                                  ? Costs{690, 10.3, 28}
            : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
                                                 : Costs{490, 4.5, 21};
-  if (bits == 16) return few ? Costs{1383, 15.2, 122} : Costs{745, 21.7, 134};
-  if (bits == 8) return few ? Costs{1100, 16.2, 46, 1, 20000} : Costs{903, 18.6, 107};
-  return few ? Costs{800, 16.6, 58, 1, 8000} : Costs{800, 16.5, 80};
+  if (bits == 16) return few ? Costs{1383, 15.2, 110} : Costs{745, 21.7, 111};
+  if (bits == 8) return few ? Costs{1100, 16.2, 34, 1, 20000} : Costs{903, 18.6, 88};
+  return few ? Costs{800, 16.6, 45, 1, 8000} : Costs{800, 16.5, 57};
 }
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
 constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
 constexpr double kOverlap = 5.5;      ///< reading and multiplying overlap: a norm of this power
 constexpr double kRoom = 0.0006;      ///< that much longer reading takes for each token of an item (up to
-                                      ///< 64), whose columns leave less room for weights ahead
+                                      ///< 64), whose columns leave less room for weights ahead; and beside
+constexpr double kFewStages = 0.015;  ///< two stages of activations (of more), by 4 bits; 8: three times that
 constexpr double kItems = 17900;      ///< of sorting slots and cutting tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
@@ -172,7 +173,8 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
   // Rings of bytes do not depend on the items.
   const GemmKernel& kernel = choice.kernels[0];
   const bool leaves_room = !warps && kernel.tokens <= kFewTokensOfTile && kernel.byte_order == 0;
-  const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * std::min(tile, 64) : 1);
+  const double few_stages = tile > kFewTokensOfBytes ? kFewStages * (format.value.bits > 4 ? 3 : 1) : 0;
+  const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * std::min(tile, 64) + few_stages : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
   return (i == 0 ? kStart : costs.second_start) + (parts > 1 ? kSum : 0) +
          std::pow(
