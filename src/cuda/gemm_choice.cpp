@@ -31,9 +31,9 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
     return few ? Costs{157, 22.2, 0} : Costs{101, 17.2, 0};
   }
   const bool of_bytes = kernel.byte_order != 0,
-             few = kernel.tokens <= (of_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
+             few = kernel.tokens <= (of_bytes && !format.for_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
   if (of_bytes && format.for_bytes)
-    return few                                 ? Costs{558, 10.5, 36}
+    return few ? Costs{572, 7.8, 28, 1.15, kStart + (kernel.chain == nullptr ? 12000 : 0)}
            : kernel.tokens < kMostTokensOfTile ? Costs{386, 11.2, 31}
                                                : Costs{428, 4.8, 14};
   if (of_bytes && format.banded)

@@ -17,7 +17,7 @@ template <class T>
 GemmKernel kernel_of() {
   using Alone = std::conditional_t<T::few && !T::from_memory, InTurn<T>, T>;
   const void* chain = nullptr;
-  if constexpr (chains<T>) chain = reinterpret_cast<const void*>(&moe_wgmma<T>);
+  if constexpr (chains<T> && !T::some) chain = reinterpret_cast<const void*>(&moe_wgmma<T>);
   return {.function = reinterpret_cast<const void*>(&moe_wgmma<Alone>),
           .threads = T::threads,
           .shared_bytes = T::shared_bytes,
@@ -41,11 +41,15 @@ GemmKernel kernel_for(InputKind input, int tokens) {
                   ByteTraits<S, kWide, kInput, TileSize::many>::possible)
       if (input == kInput) {
         using Few = ByteTraits<S, kWide, kInput, TileSize::few>;
+        using Some = ByteTraits<S, kWide, kInput, TileSize::some>;
         using Many = ByteTraits<S, kWide, kInput, TileSize::many>;
         using Most = ByteTraits<S, kWide, kInput, TileSize::most>;
-        found = tokens <= Few::tokens    ? kernel_of<Few>()
-                : tokens <= Many::tokens ? kernel_of<Many>()
-                                         : kernel_of<Most>();
+        if constexpr (Some::possible)
+          if (tokens > Few::tokens && tokens <= Some::tokens) found = kernel_of<Some>();
+        if (found.function == nullptr)
+          found = tokens <= Few::tokens    ? kernel_of<Few>()
+                  : tokens <= Many::tokens ? kernel_of<Many>()
+                                           : kernel_of<Most>();
       }
   };
   make.template operator()<InputKind::e4m3>();

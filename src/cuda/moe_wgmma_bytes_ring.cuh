@@ -11,8 +11,9 @@ namespace gatefold::cuda {
 /// How many tokens items may have: at most kFewTokensOfBytes; more; or, by fewer rows, still more. Sums leave
 /// registers for four, three or two warpgroups; or, where they decode, for four, or for two whose warps have
 /// two units or one. Where tokens are rows, `many` are two warpgroups, by all rows, and `most` are three, by
-/// half of them.
-enum class TileSize { few, many, most };
+/// half of them. `some`: as `few`, by a few more tokens, where there are no other scales than those that are
+/// decoded; registers do not hold what a chain rounds as well.
+enum class TileSize { few, some, many, most };
 
 /// Where tokens are rows of multiplies: those of a warpgroup and of a warp, and rows of weights that are
 /// multiplied together and share scales.
@@ -25,7 +26,7 @@ struct ByteTraits {
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
   static constexpr InputKind input = kInput;
-  static constexpr bool bytes = true, few = kSize == TileSize::few;
+  static constexpr bool bytes = true, few = kSize <= TileSize::some, some = kSize == TileSize::some;
   static constexpr bool record_scales = Plain::record_scales;
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
@@ -38,7 +39,8 @@ struct ByteTraits {
   using Sum = std::conditional_t<M == formats::int8 && !parts, std::int32_t, float>;  ///< of a tile
   /// Operands that it can take.
   static constexpr bool possible = fits_bytes(P, M) && (P.for_bytes || P.group == kRecordColumns) &&
-                                   !P.zeros && (kInput != InputKind::e4m3_fast || !(parts || P.for_bytes)) &&
+                                   !P.zeros && (!some || P.for_bytes) &&
+                                   (kInput != InputKind::e4m3_fast || !(parts || P.for_bytes)) &&
                                    (from_memory ? P.record_bytes() == P.value_bytes() : !record_scales);
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
@@ -50,12 +52,13 @@ struct ByteTraits {
 
   /// The most of an item: so many have room beside sums of a record.
   static constexpr int tokens =
-      few           ? (from_memory || !parts ? kFewTokensOfBytes : kFewTokensWithParts)
+      some          ? kFewTokensOfTile
+      : few         ? (from_memory || !parts ? kFewTokensOfBytes : kFewTokensWithParts)
       : from_memory ? (parts ? (most ? 192 : 128) : (most ? kMostTokensOfTile : kManyTokensOfTile))
       : P.for_bytes ? (most ? kMostTokensOfTile : 128)
                     : (most ? 192 : kTokensOfTwoUnits);
   static constexpr TokenLoops loops =
-      (few          ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{16, 24, 32, 48, 64}})
+      (few          ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{16, 24, 32, 48, 64, 80}})
        : token_rows ? TokenLoops{{64, 128, 192}}
        : most       ? (from_memory ? TokenLoops{{128, 160, 192, 224, 256}}
                                    : TokenLoops{{64, 96, 128, 160, 192, 224, 256}})
