@@ -56,8 +56,9 @@ constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, fro
 constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
 constexpr double kOverlap = 5.5;      ///< reading and multiplying overlap: a norm of this power
 constexpr double kRoom = 0.0006;      ///< that much longer reading takes for each token of an item (up to
-                                      ///< 64), whose columns leave less room for weights ahead; and beside
-constexpr double kFewStages = 0.015;  ///< two stages of activations (of more), by 4 bits; 8: three times that
+                                      ///< 64), whose columns leave less room for weights ahead
+constexpr double kFewStages = 0.015;  ///< and beside two stages of activations, of more than 64 tokens;
+                                      ///< three times that by more than 4 bits
 constexpr double kItems = 17900;      ///< of sorting slots and cutting tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
