@@ -9,6 +9,7 @@
 #include "cuda/measure.h"
 #include "gatefold/codec.h"
 #include "gatefold/cuda_linear.h"
+#include "gatefold/cuda_quantize.h"
 #include "graph_time.h"
 
 namespace gatefold {
@@ -51,17 +52,39 @@ std::vector<cuda::LinearWeights> random_weights(SchemeId id, std::int64_t size, 
   return weights;
 }
 
+/// Rows as a call takes them: numbers, or codes of a scheme's activations and their scales.
+struct CallRows {
+  cuda::Memory numbers, codes, scales;
+  cuda::LinearInputs inputs;
+
+  CallRows(SchemeId id, bool quantized, std::int64_t rows, std::int64_t k) : numbers(random_rows(rows, k)) {
+    inputs.x = {numbers.data(), DType::bf16, rows, k};
+    if (!quantized) return;
+    const auto layout = take(cuda::activation_layout(id, rows, k));
+    codes = take(cuda::Memory::allocate(layout.value_bytes, "codes"));
+    scales = take(cuda::Memory::allocate(layout.scale_bytes, "scales"));
+    const cuda::Memory workspace = take(cuda::Memory::allocate(layout.workspace_bytes, "a workspace"));
+    const Status status = cuda::quantize_activations(id, {.x = inputs.x, .rows = rows},
+                                                     {.values = codes.data(), .scales = scales.data()},
+                                                     {workspace.data(), workspace.bytes()});
+    if (!status.ok() || !cuda::synchronize().ok()) std::exit(1);
+    const bool integers = scheme(id).activation.value == formats::int8;
+    inputs.x = {codes.data(), integers ? DType::i8 : DType::f8_e4m3, rows, k};
+    inputs.scales = scales.data();
+  }
+};
+
 /// Microseconds of a call by what the plan chooses, and of the fastest candidate.
 struct Times {
   CudaTuning chosen, fastest;
   double us = 0, us_fastest = 0;
 };
-Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows) {
+Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows, bool quantized = false) {
   const cuda::LinearShape& shape = weights[0].shape();
   cuda::LinearOptions options{.max_rows = static_cast<int>(rows)};
   const auto any = take(cuda::LinearPlan::create(shape, options));
-  const cuda::Memory x = random_rows(rows, shape.k),
-                     y = take(cuda::Memory::allocate(static_cast<std::size_t>(rows * shape.n) * 2, "y"));
+  const CallRows x(shape.scheme, quantized, rows, shape.k);
+  const cuda::Memory y = take(cuda::Memory::allocate(static_cast<std::size_t>(rows * shape.n) * 2, "y"));
   const int copies = static_cast<int>(weights.size());
   Times times;
   const auto candidates = any.candidates(options.max_rows);
@@ -75,9 +98,9 @@ Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows) {
     const auto plan = take(cuda::LinearPlan::create(shape, options));
     const cuda::Memory workspace = take(cuda::Memory::allocate(plan.workspace_bytes(), "a workspace"));
     const double us = graph_us(rows > 1024 ? 2 : 4 * copies, [&](int i, cudaStream_t stream) {
-      const Status status = plan.scaled_mm(
-          weights[static_cast<std::size_t>(i % copies)], {.x = {x.data(), DType::bf16, rows, shape.k}},
-          {y.data(), DType::bf16, rows, shape.n}, {workspace.data(), workspace.bytes()}, stream);
+      const Status status = plan.scaled_mm(weights[static_cast<std::size_t>(i % copies)], x.inputs,
+                                           {y.data(), DType::bf16, rows, shape.n},
+                                           {workspace.data(), workspace.bytes()}, stream);
       if (!status.ok()) std::printf("%s\n", status.message().c_str());
     });
     if (candidate.chosen) times.chosen = candidate.tuning, times.us = us;
@@ -87,9 +110,9 @@ Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows) {
   return times;
 }
 
-void print(SchemeId id, std::int64_t rows, const Times& times, double best, double ratio) {
-  std::printf("%-18s%6ld%9.1f%10.1f%7.2f  %s", std::string(scheme(id).name).c_str(), static_cast<long>(rows),
-              times.us, best, ratio, describe(times.chosen).c_str());
+void print(const std::string& name, std::int64_t rows, const Times& times, double best, double ratio) {
+  std::printf("%-25s%6ld%9.1f%10.1f%7.2f  %s", name.c_str(), static_cast<long>(rows), times.us, best, ratio,
+              describe(times.chosen).c_str());
   if (times.us > 1.01 * times.us_fastest)
     std::printf(" (%s: %.1f us)", describe(times.fastest).c_str(), times.us_fastest);
   std::printf("\n");
@@ -109,7 +132,7 @@ void few_rows(SchemeId id, std::int64_t size, std::size_t l2_bytes) {
   });
   for (const std::int64_t rows : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
     const Times times = time(weights, rows);
-    print(id, rows, times, read, read / times.us);
+    print(std::string(scheme(id).name), rows, times, read, read / times.us);
   }
 }
 
@@ -119,19 +142,23 @@ void many_rows(SchemeId id, std::int64_t size) {
       activation == formats::e4m3 || activation == formats::int8 ? activation : formats::bf16;
   const Result<double> best = cuda::dense_gflop_per_s(dense, 0);
   const auto weights = random_weights(id, size, 0);
-  const Times times = time(weights, size);
-  const double gflop_per_s = 2.0 * static_cast<double>(size * size * size) / times.us / 1e3;
-  print(id, size, times, gflop_per_s / 1e3, best ? gflop_per_s / *best : 0);
+  for (const bool quantized : {false, true}) {
+    if (quantized && !scheme(id).quantizes_activations()) continue;
+    const Times times = time(weights, size, quantized);
+    const double gflop_per_s = 2.0 * static_cast<double>(size * size * size) / times.us / 1e3;
+    print(std::string(scheme(id).name) + (quantized ? ", codes" : ""), size, times, gflop_per_s / 1e3,
+          best ? gflop_per_s / *best : 0);
+  }
   if (!best) std::printf("%s\n", best.status().message().c_str());
 }
 
 int run(std::int64_t size) {
   const cuda::DeviceInfo device = take(cuda::device_info());
-  std::printf("%s, [%ld, %ld], bf16 in and out, graphs\n%-18s%6s%9s%10s%7s\n", device.name.c_str(),
+  std::printf("%s, [%ld, %ld], bf16 in and out, graphs\n%-25s%6s%9s%10s%7s\n", device.name.c_str(),
               static_cast<long>(size), static_cast<long>(size), "scheme", "rows", "us", "read us", "read/it");
   for (const SchemeId id : {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_channel})
     few_rows(id, size, device.l2_bytes);
-  std::printf("%-18s%6s%9s%10s%7s\n", "scheme", "rows", "us", "TFLOP/s", "cuBLAS");
+  std::printf("%-25s%6s%9s%10s%7s\n", "scheme", "rows", "us", "TFLOP/s", "cuBLAS");
   for (const SchemeId id : {SchemeId::fp8_tensor_afp8, SchemeId::fp8_channel_afp8, SchemeId::fp8_block_afp8,
                             SchemeId::int8_aint8, SchemeId::bf16, SchemeId::int4_g128})
     many_rows(id, size);

@@ -66,12 +66,18 @@ struct LinearOptions {
 
 /// Pointers are to memory of the plan's device.
 struct LinearInputs {
-  MatrixView x;  ///< [rows, k], f32, f16 or bf16
+  MatrixView x;  ///< [rows, k], f32, f16 or bf16; or codes
   /// [matrices + 1]: rows [offsets[g], offsets[g + 1]) of x are multiplied by matrix g. They must not
   /// decrease; what lies outside of 0..rows is left out. Rows before the first and after the last of them are
   /// neither read nor written.
   const std::int32_t* offsets = nullptr;
   const float* bias = nullptr;  ///< [matrices, n], added to each row; or nullptr
+  /// Rows that are quantized already, in the layout of quantize_activations (cuda_quantize.h): x has the
+  /// codes of the scheme's activation operand (F8_E4M3, I8 or F4), and these are their scales, whatever the
+  /// weights' static ones are. The same codes and scales give the same bits as numbers that are rounded to
+  /// them. nullptr: x is numbers.
+  const void* scales = nullptr;
+  const float* token_scales = nullptr;  ///< [rows], of operands that have them
 };
 
 /// Immutable; several threads may call it at once, each with a workspace of its own.

@@ -9,9 +9,10 @@
 namespace gatefold::cuda {
 namespace {
 
-constexpr int kThreads = 256;   // of a block at most
-constexpr int kMostBlocks = 8;  // of a row: a cluster
-constexpr int kManyRows = 256;  // that keep all multiprocessors busy with few threads each
+constexpr int kThreads = 256;        // of a block at most
+constexpr int kMostBlocks = 8;       // of a row: a cluster
+constexpr int kManyRows = 256;       // that keep all multiprocessors busy with few threads each
+constexpr int kManyOfTensor = 2048;  // rows: the largest number of a tensor is found before they are rounded
 
 /// For the row's blocks, a cluster. All have to be there already.
 __device__ __forceinline__ float max_over_cluster(float x) {
@@ -64,6 +65,35 @@ __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args
                .amax;
   amax = row_max(amax);
   if (threadIdx.x == 0 && i < args.x.rows) args.amax[i] = amax;
+}
+
+/// The rows [first, end) that have one scale with those of an expert.
+struct TensorRows {
+  int first = 0, end;
+
+  __device__ __forceinline__ TensorRows(const InputArgs& args, int expert)
+      : end(static_cast<int>(args.x.rows)) {
+    if (args.offsets == nullptr || args.one_tensor) return;
+    first = max(args.offsets[expert], 0);
+    end = min(end, args.offsets[expert + 1]);
+  }
+  /// The largest of their numbers so far, for all threads of a row: by so many of them.
+  __device__ __forceinline__ float max_of(const float* amax) const {
+    float largest = 0;
+#pragma unroll 1
+    for (int i = first + static_cast<int>(threadIdx.x); i < end; i += static_cast<int>(blockDim.x))
+      largest = fmaxf(largest, amax[i]);
+    return row_max(largest);
+  }
+};
+
+/// Of each tensor, which has a block: instead of its first row's.
+__global__ void __launch_bounds__(1024) tensor_amax_kernel(const InputArgs args) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const TensorRows rows(args, static_cast<int>(blockIdx.x));
+  const float amax = rows.max_of(args.amax);
+  if (threadIdx.x == 0 && rows.first < rows.end) args.amax[rows.first] = amax;
 }
 
 /// By a thread of each block, which should not take long.
@@ -135,16 +165,9 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
     if (with_static) {
       scales = RowScales::of_static(args.static_scales[max(expert, 0)]);
     } else if constexpr (a.group.n == 0) {
-      float amax = 0;
-      int first = 0, end = rows;
-      if (args.offsets != nullptr && !args.one_tensor && expert >= 0) {
-        first = max(args.offsets[expert], 0);
-        end = min(end, args.offsets[expert + 1]);
-      }
-#pragma unroll 1
-      for (int other = first + thread; other < end; other += static_cast<int>(blockDim.x))
-        amax = fmaxf(amax, args.amax[other]);
-      scales = RowScales::of_amax<Activation>(row_max(amax));
+      TensorRows tensor(args, max(expert, 0));
+      if (rows >= kManyOfTensor) tensor.end = min(tensor.end, tensor.first + 1);
+      scales = RowScales::of_amax<Activation>(tensor.max_of(args.amax));
     }
   }
   if (expert < 0) return;
@@ -154,48 +177,154 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   round_row<Activation, kBytes>(row, x, range, scales, k, step, store);
 }
 
+/// What threads read of a row of codes.
+template <class Activation>
+struct CodeRow {
+  static constexpr Operand operand = Activation::operand;
+  static constexpr int bits = operand.value.bits, words = kPerLane * bits / 32;
+  static constexpr int group = operand.group.k == 0 ? kRecordColumns : operand.group.k;
+  static_assert(group % kPerLane == 0);
+  const std::byte *codes, *scales;
+  int cols;
+  bool wide;
+
+  __device__ __forceinline__ CodeRow(const InputArgs& args, int i) : cols(static_cast<int>(args.x.cols)) {
+    const int groups = operand.group.k == 0 ? 1 : (cols + group - 1) / group;
+    codes = static_cast<const std::byte*>(args.x.data) + i * (args.x.cols * bits / 8);
+    scales = static_cast<const std::byte*>(args.scales) + std::int64_t{i} * groups * (operand.scale.bits / 8);
+    wide = cols % kPerLane == 0 && reinterpret_cast<std::uintptr_t>(args.x.data) % (words * 4) == 0;
+  }
+  /// Codes k .. k + 7; those from K on are 0.
+  __device__ __forceinline__ void load(int k, std::uint32_t (&to)[2]) const {
+    to[0] = to[1] = 0;
+    if (k >= cols) return;
+    const std::byte* from = codes + k * bits / 8;
+    if (wide) {
+#pragma unroll
+      for (int i = 0; i < words; ++i) to[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+      return;
+    }
+    const int bytes = min(kPerLane, cols - k) * bits / 8;
+#pragma unroll
+    for (int i = 0; i < words * 4; ++i)
+      if (i < bytes) to[i / 4] |= static_cast<std::uint32_t>(from[i]) << (i % 4 * 8);
+  }
+  /// The scale of the group of column k, or of the row.
+  __device__ __forceinline__ float scale(int k) const {
+    if (k >= cols) return 1;
+    if constexpr (operand.scale == formats::f32)
+      return reinterpret_cast<const float*>(scales)[operand.group.k == 0 ? 0 : k / group];
+    else
+      return decode<operand.scale>(static_cast<std::uint32_t>(scales[k / group]));
+  }
+};
+
+/// Rows that are quantized already, blockDim.x threads each.
+template <class Activation, bool kBytes>
+__global__ void __launch_bounds__(kThreads) codes_kernel(const InputArgs args) {
+  constexpr Operand a = Activation::operand;
+  wait_and_let_start(args);
+  const int i = static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y);
+  const int expert = expert_of(args, i);
+  if (expert < 0) return;  // whole warps
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerLane / 2];
+  const Store store{args, lane, lane == 0 ? row_of(args, i, expert) : -1,
+                    columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32]};
+  const CodeRow<Activation> row(args, i);
+  if constexpr (has_row_scales(a))
+    if (thread == 0)
+      args.row_scales[store.place] = a.tensor_scale.stored() ? args.token_scales[i] : row.scale(0);
+
+#pragma unroll 4
+  for (int k = thread * kPerLane; k - lane * kPerLane < args.stride;
+       k += static_cast<int>(blockDim.x) * kPerLane) {
+    std::uint32_t codes[2];
+    row.load(k, codes);
+    const float scale = a.group.k == 0 ? 1 : row.scale(k);
+    if constexpr (kBytes) {
+      store.bytes(k, codes);
+    } else {
+      const float fold = has_record_scales(a) ? 1 : scale;
+      std::uint32_t words[kPerLane / 2];
+#pragma unroll
+      for (int pair = 0; pair < kPerLane / 2; ++pair) {
+        const std::uint32_t both = codes[pair * 2 * a.value.bits / 32] >> (pair * 2 * a.value.bits % 32);
+        words[pair] =
+            narrow_pair(decode<a.value>(both) * fold, decode<a.value>(both >> a.value.bits) * fold, true);
+      }
+      store_values<Activation>(store, k, words);
+    }
+    if constexpr (has_record_scales(a)) store.record_scale(k, scale);
+  }
+}
+
 template <Format F>
 struct Plain {
   static constexpr Operand operand = operands::plain(F);
 };
 
+/// How rows are shared out. Where there are many, few threads have a row, and a block has several.
+struct RowTeams {
+  static constexpr int many_pieces = 4;
+  bool many;
+  unsigned rows, threads, of_block, pieces;
+
+  explicit RowTeams(const InputArgs& args)
+      : many(args.x.rows >= kManyRows), rows(static_cast<unsigned>(args.x.rows)) {
+    const auto numbers = static_cast<unsigned>(args.stride);
+    const unsigned of_thread = kPerLane * (many ? many_pieces : 1);
+    threads = std::min<unsigned>(kThreads, ((numbers + of_thread - 1) / of_thread + 31) / 32 * 32);
+    of_block = many ? kThreads / threads : 1;
+    pieces = (numbers + threads * of_thread - 1) / (threads * of_thread);
+  }
+  /// `cluster`: blocks of a row.
+  cudaError_t operator()(void (*kernel)(InputArgs), const InputArgs& args, unsigned cluster,
+                         cudaStream_t stream) const {
+    return launch_dependent(kernel,
+                            {.blocks = (rows + of_block - 1) / of_block * cluster,
+                             .threads = dim3(threads, of_block),
+                             .stream = stream,
+                             .cluster = cluster},
+                            args);
+  }
+};
+
 template <class Activation, class Input>
 cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
-  const auto rows = static_cast<unsigned>(args.x.rows);
-  const auto numbers = static_cast<unsigned>(args.stride);
-  // Where there are many rows, few threads have a row, and a block has several.
-  constexpr int many_pieces = 4;
-  const bool many = rows >= kManyRows;
-  const unsigned of_thread = kPerLane * (many ? many_pieces : 1);
-  const unsigned needed = ((numbers + of_thread - 1) / of_thread + 31) / 32 * 32;
-  const unsigned threads = std::min<unsigned>(kThreads, needed);
-  const unsigned of_block = many ? kThreads / threads : 1;
-  const unsigned pieces = (numbers + threads * of_thread - 1) / (threads * of_thread);
-  const unsigned cluster = std::min<unsigned>(pieces, kMostBlocks);
-  const auto launch = [&](auto* kernel, unsigned blocks) {
-    const dim3 block(threads, of_block);
-    return launch_dependent(kernel,
-                            {.blocks = (rows + of_block - 1) / of_block * blocks,
-                             .threads = block,
-                             .stream = stream,
-                             .cluster = blocks},
-                            args);
-  };
+  const RowTeams all(args);
+  constexpr int many_pieces = RowTeams::many_pieces;
+  const unsigned cluster = std::min<unsigned>(all.pieces, kMostBlocks);
+  const auto launch = [&](auto* kernel, unsigned blocks) { return all(kernel, args, blocks, stream); };
   if constexpr (Activation::operand.quantized() && Activation::operand.group.n == 0)
     if (args.static_scales == nullptr) {
       if (const auto error = launch(row_amax_kernel<Input>, 1); error != cudaSuccess) return error;
       args.x_is_old = false;  // the kernel before is now that one
+      if (args.x.rows >= kManyOfTensor) {
+        const bool groups = args.offsets != nullptr && !args.one_tensor;
+        const Launch tensors{
+            .blocks = groups ? static_cast<unsigned>(args.experts) : 1, .threads = 1024, .stream = stream};
+        if (const auto error = launch_dependent(&tensor_amax_kernel, tensors, args); error != cudaSuccess)
+          return error;
+      }
     }
   constexpr bool bytes = are_bytes(byte_kind(Activation::operand));
   if constexpr (bytes)  // many rows hardly ever become 16-bit numbers
     if (args.order.bytes == 0) return launch(inputs_kernel<Activation, Input, false, 1>, cluster);
-  return launch(many ? inputs_kernel<Activation, Input, bytes, many_pieces>
-                     : inputs_kernel<Activation, Input, bytes, 1>,
+  return launch(all.many ? inputs_kernel<Activation, Input, bytes, many_pieces>
+                         : inputs_kernel<Activation, Input, bytes, 1>,
                 cluster);
 }
 
 template <class Activation>
 cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
+  if constexpr (Activation::operand.quantized())
+    if (args.scales != nullptr) {
+      constexpr bool bytes = are_bytes(byte_kind(Activation::operand));
+      return RowTeams(args)(
+          args.order.bytes != 0 ? codes_kernel<Activation, bytes> : codes_kernel<Activation, false>, args, 1,
+          stream);
+    }
   if (args.x.dtype == DType::bf16) return launch_rows<Activation, FormatTag<formats::bf16>>(args, stream);
   if (args.x.dtype == DType::f16) return launch_rows<Activation, FormatTag<formats::f16>>(args, stream);
   return launch_rows<Activation, FormatTag<formats::f32>>(args, stream);

@@ -35,6 +35,10 @@ struct InputArgs {
   /// not there. Scales per tensor are of a group then, unless all rows are one tensor.
   const std::int32_t* offsets = nullptr;
   bool one_tensor = false;
+  /// Rows are quantized already, in the layout of quantize_activations: x is their codes, and these are their
+  /// scales. Else nullptr.
+  const void* scales = nullptr;
+  const float* token_scales = nullptr;
   const std::int32_t* positions = nullptr;     ///< [slots] in the order of experts, or nullptr: the same
   const std::int32_t* expert_rows = nullptr;   ///< of tiles: ItemArgs
   const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic

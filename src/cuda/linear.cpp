@@ -31,6 +31,12 @@ std::string refuses(SchemeId id, const Operand& activation) {
   return {};
 }
 
+/// The type of tensors with codes of an activation operand.
+DType dtype_of_codes(Format value) {
+  if (value == formats::int8) return DType::i8;
+  return value.bits == 4 ? DType::f4 : DType::f8_e4m3;
+}
+
 struct LinearBuffers {
   InputBuffers in;
   Buffer<CutItem> items;
@@ -194,6 +200,8 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
   const auto is_float = [](DType dtype) {
     return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
   };
+  const Operand& activation = buffers.in.activation;
+  const bool codes = in.scales != nullptr;
   if (!(w == shape))
     return invalid(fmt::format("{} matrices [{}, {}] of {}, the plan is for {} [{}, {}] of {}", w.matrices,
                                w.n, w.k, scheme(w.scheme).name, shape.matrices, shape.n, shape.k,
@@ -206,9 +214,20 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
   if (in.x.cols != shape.k || y.rows != in.x.rows || y.cols != shape.n)
     return invalid(fmt::format("x is [{}, {}] and y [{}, {}], expected [{}, {}] and [{}, {}]", in.x.rows,
                                in.x.cols, y.rows, y.cols, in.x.rows, shape.k, in.x.rows, shape.n));
-  if (!is_float(in.x.dtype) || !is_float(y.dtype))
+  if ((!codes && !is_float(in.x.dtype)) || !is_float(y.dtype))
     return invalid(
         fmt::format("x is {} and y {}, expected F32, F16 or BF16", name(in.x.dtype), name(y.dtype)));
+  if (codes && !activation.quantized())
+    return invalid(
+        fmt::format("x has scales, but {} leaves activations in 16 bits here", scheme(w.scheme).name));
+  if (codes && in.x.dtype != dtype_of_codes(activation.value))
+    return invalid(fmt::format("x is {} with scales, the activations of {} are {}", name(in.x.dtype),
+                               scheme(w.scheme).name, name(dtype_of_codes(activation.value))));
+  if (codes && activation.value.bits == 4 && in.x.cols % 2 != 0)
+    return invalid(fmt::format("k = {} is odd: the activations of {} are pairs of 4-bit codes", in.x.cols,
+                               scheme(w.scheme).name));
+  if (codes && activation.tensor_scale.stored() && in.token_scales == nullptr)
+    return invalid("token_scales is a null pointer");
   if (in.x.rows > 0 && (in.x.data == nullptr || y.data == nullptr))
     return invalid(fmt::format("{} is a null pointer", in.x.data == nullptr ? "x" : "y"));
   if (reinterpret_cast<std::uintptr_t>(y.data) % 16 != 0) return invalid("y is not aligned to 16 bytes");
@@ -265,6 +284,8 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
     // Which group a row is of matters only in tiles, and where groups have scales of their own.
     const bool per_tensor = buffers.in.activation.quantized() && buffers.in.activation.group.n == 0;
     inputs.experts = shape.matrices;
+    inputs.scales = in.scales;
+    inputs.token_scales = in.token_scales;
     inputs.start_next_early = in.offsets == nullptr;  // to read weights
     inputs.static_scales = buffers.in.activation.may_be_static() && weights.static_scales.data() != nullptr
                                ? weights.static_scales.as<const TensorScale>()

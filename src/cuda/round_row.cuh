@@ -98,6 +98,22 @@ struct Store {
   }
 };
 
+/// Stores the values of columns k .. k + 7 of an operand's codes, in bf16.
+template <class Activation>
+__device__ __forceinline__ void store_values(const Store& store, int k,
+                                             std::uint32_t (&words)[kPerLane / 2]) {
+  constexpr Operand a = Activation::operand;
+  // Activations with other scales of groups are multiplied by weights with folded scales: it is 1.
+  if constexpr ((a.group.k == 0 || !a.quantized() || has_record_scales(a)) && a.value != formats::f16)
+    if (const float scale = store.args.order.scale; scale != 1)
+      for (std::uint32_t& word : words)
+        word = multiply<formats::bf16>(word, (__float_as_uint(scale) >> 16) * 0x10001u);
+  if constexpr (are_e4m3_rows(a))
+    if (store.args.order.f16)
+      for (std::uint32_t& word : words) word = f16_of_bf16(word);
+  store.numbers(k, words);
+}
+
 /// Rounds and stores a row, of which a lane has numbers k, k + step, .. and their neighbours: x, of the first
 /// ones, of which `range` is (where scales are of whole rows), and what comes after them. By whole warps.
 template <class Activation, bool kBytes, class Input, int kPieces>
@@ -120,15 +136,7 @@ __device__ __forceinline__ void round_row(const Row<Input>& row,
       store.bytes(k, words);
     } else {
       encode_inputs<Activation>(numbers, factors, of_numbers, fits, words);
-      // Activations with other scales of groups are multiplied by weights with folded scales: it is 1.
-      if constexpr ((!with_groups || with_record_scales) && Activation::operand.value != formats::f16)
-        if (const float scale = store.args.order.scale; scale != 1)
-          for (std::uint32_t& word : words)
-            word = multiply<formats::bf16>(word, (__float_as_uint(scale) >> 16) * 0x10001u);
-      if constexpr (are_e4m3_rows(Activation::operand))
-        if (store.args.order.f16)
-          for (std::uint32_t& word : words) word = f16_of_bf16(word);
-      store.numbers(k, words);
+      store_values<Activation>(store, k, words);
     }
     if constexpr (with_record_scales) store.record_scale(k, factors.record);
   };
