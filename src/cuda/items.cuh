@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_items(const ItemArgs& args, int expert, co
     return;
   }
   const EvenCut steps((load.tokens + args.step - 1) / args.step, load.items);
-  const EvenCut bands(load.items, (load.items + kMostBandItems - 1) / kMostBandItems);
+  const EvenCut bands(load.items, (load.items + args.band_items - 1) / args.band_items);
 #pragma unroll 1
   for (int i = first; i < items; i += step) {
     const auto cut = [&](int item) { return min(load.tokens, steps.begin(item) * args.step); };

@@ -249,7 +249,8 @@ class LayerRun {
             .progress = counts ? b_.progress.at(base_) : nullptr,
             .progress_size = counts ? b_.progress_size : 0,
             .tokens = kernel.tokens,
-            .step = kernel.token_step};
+            .step = kernel.token_step,
+            .band_items = kernel.band_items()};
   }
 
   /// As much as memory gives while slots are sorted. With more than a few tokens most experts have some.

@@ -272,7 +272,8 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
                          .item_count = buffers.item_count.at(base),
                          .expert_rows = buffers.expert_rows.at(base),
                          .tokens = kernel.tokens,
-                         .step = kernel.token_step};
+                         .step = kernel.token_step,
+                         .band_items = kernel.band_items()};
     if (Status status = cuda::check(launch_items(items, stream), "cut rows into items"); !status.ok())
       return status;
   }

@@ -32,6 +32,7 @@ int sharing_blocks(const GemmKernel& kernel, int groups, int multiprocessors) {
 GemmArgs complete(const GemmKernel& kernel, GemmArgs args, int multiprocessors) {
   args.tile_tokens = kernel.tokens;
   args.whole_items = (args.slots + kernel.tokens - 1) / kernel.tokens;
+  args.band_items = kernel.band_items();
   args.all_steps = args.steps * args.parts;
   args.part_steps = args.parts > 1 ? args.steps : 0;
   args.sharing_blocks = sharing_blocks(kernel, args.groups, multiprocessors);

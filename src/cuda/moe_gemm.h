@@ -25,8 +25,9 @@ struct alignas(16) CutItem : Item {
   /// same time.
   std::int16_t in_band, band_items;
 };
-/// The most of a band: their tokens, and weights that some thread blocks read, have room in the L2 cache.
-inline constexpr int kMostBandItems = 12;
+/// The most tokens of a band, of 16 bits and of bytes: they, and weights that some thread blocks read, have
+/// room in the L2 cache.
+inline constexpr int kMostBandTokens = 1920, kMostBandTokensOfBytes = 3072;
 /// The items of experts with most tokens come first; those of more experts than these keep their order.
 inline constexpr int kMostSortedExperts = 1024;
 
@@ -99,6 +100,7 @@ struct GemmArgs {
   std::int32_t out_tile_rows = 0;  ///< of 16-bit outputs of gate_up, which down reads: GemmInputs::tile_rows
   DType out_dtype = DType::f32;
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
+  std::int32_t band_items = 1;   ///< the most of a band of whole items; set by the launch
   std::int32_t whole_items = 0;  ///< of all slots, by one expert or part; set by the launch
   /// The columns of one matrix in parts of `steps` each, as if they were experts: there is enough to do for
   /// all warps where rows are few. Sums of part p lie part_out * p numbers after those of part 0.
@@ -179,6 +181,11 @@ struct GemmKernel {
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers
   float input_scale = 1;         ///< of these
 
+  /// The most of a band.
+  int band_items() const {
+    const int tokens_of_band = byte_order != 0 ? kMostBandTokensOfBytes : kMostBandTokens;
+    return tokens < tokens_of_band ? tokens_of_band / tokens : 1;
+  }
   /// In which its inputs lie.
   InputOrder order(SchemeId id) const {
     const PackedFormat p = packed_format(gatefold::scheme(id));

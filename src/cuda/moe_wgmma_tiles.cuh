@@ -52,8 +52,8 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i, int items) 
   // Read before it is known whether it is there, as loads that wait for each other are a kernel's start.
   CutItem item = cut ? args.items[min(near, args.most_items - 1)] : CutItem{};
   if (near >= items) return {};
-  const int begin = near - (cut ? item.in_band : near % kMostBandItems),
-            width = cut ? item.band_items : min(kMostBandItems, items - begin);
+  const int begin = near - (cut ? item.in_band : near % args.band_items),
+            width = cut ? item.band_items : min(args.band_items, items - begin);
   const int rest = i - begin * per_item, at = begin + rest % width,
             group = (rest / width * blocks + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
   if (cut) {

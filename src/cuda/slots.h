@@ -41,6 +41,7 @@ struct ItemArgs {
   std::int32_t* progress = nullptr;
   std::int32_t progress_size = 0;
   std::int32_t tokens = kTileTokens, step = kTileTokens;  ///< tokens: a multiple of step; step: of 8
+  std::int32_t band_items = 1;                            ///< the most of a band
 };
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
 
