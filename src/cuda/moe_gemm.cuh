@@ -135,6 +135,8 @@ struct RecordScales {
       return 1.0f;
     else if constexpr (P.scale == formats::bf16)
       return __uint_as_float(half == 0 ? words[group] << 16 : words[group] & 0xffff0000u);
+    else if constexpr (P.scale == formats::f16)
+      return f32_of_f16(words[group], half);
     else
       return decode<P.scale>(code(group, half));
   }
@@ -239,6 +241,7 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
   Round round;
   Columns<T> columns;
   ColumnScales<T> column_scales;
+  UnitScales<T> unit_scales;
   int step = 0, slice = 0;  // slice of warps without a group: larger than any step
   for (Place<T> place;; place.advance()) {
     wait_barrier(ring.full + place.index, place.parity);
@@ -247,6 +250,7 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
       if (round.groups == 0) return;
       slice = round.row(warp) < round.groups ? round.slice(warp) : INT_MAX / 2;
       columns.set(round, round.slice(warp), lane);
+      unit_scales.load(args, round, warp, lane);
       if constexpr (T::record_scales) column_scales.set(args, items, round, lane);
     }
     std::byte* stage = memory + place.index * T::stage_bytes;
@@ -273,7 +277,7 @@ __device__ __forceinline__ void multiply_stages(const GemmArgs& args, const Item
     step = 0;
     if (T::tiles > 1) round = ring.round_of(place);  // not kept in registers
     if (round.slices == 1) ring.release(place);
-    finish_round<T>(args, items, round, warp, lane, sums, reinterpret_cast<float4*>(stage));
+    finish_round<T>(args, items, round, warp, lane, sums, unit_scales, reinterpret_cast<float4*>(stage));
     if (round.slices > 1) ring.release(place);
   }
 }

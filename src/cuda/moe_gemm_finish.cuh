@@ -68,18 +68,49 @@ __device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, in
             sums[half] + (args.bias == nullptr ? 0.0f : args.bias[expert * args.rows + row + 8 * half]));
 }
 
+/// What the sums of rows lane / 4 and + 8 of a group's units are multiplied by. `early`: it is read when a
+/// round begins, as a load at its end waits behind all weights that are on their way. Of others than fp4 that
+/// costs as much at the beginning.
+template <class T>
+struct UnitScales {
+  static constexpr bool early = T::P.folded && T::P.value.bits == 4;
+  float rows[early ? kGroupUnits : 1][2];
+
+  static __device__ __forceinline__ const float* at(const GemmArgs& args, const Round& round, int unit,
+                                                    int lane) {
+    return reinterpret_cast<const float*>(args.weights + round.expert * args.expert_stride) +
+           unit * kUnitRows + lane / 4;
+  }
+  /// When a round begins.
+  __device__ __forceinline__ void load(const GemmArgs& args, const Round& round, int warp, int lane) {
+    const int row = round.row(warp);
+    if (!early || row >= round.groups) return;
+    const float* scales = at(args, round, (round.group + row) * kGroupUnits, lane);
+#pragma unroll
+    for (int i = 0; i < 2 * kGroupUnits; ++i) rows[i / 2][i % 2] = scales[i * 8];
+  }
+  /// Of both rows of a unit.
+  __device__ __forceinline__ float2 of(const GemmArgs& args, const Round& round, int unit, int lane) const {
+    constexpr float power = detail::power_of_two(decoded_power<T::P, T::M>());
+    if constexpr (!T::P.row_scale) {
+      return {power, power};
+    } else if constexpr (early) {
+      static_assert(kGroupUnits == 2);
+      const bool second = unit % 2 != 0;
+      return {power * (second ? rows[1][0] : rows[0][0]), power * (second ? rows[1][1] : rows[0][1])};
+    } else {
+      const float* own = at(args, round, unit, lane);
+      return {power * own[0], power * own[8]};
+    }
+  }
+};
+
 /// The two rows and two columns that this lane has of a unit and tile.
 template <class T>
 __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& items, const Round& round,
-                                            int unit, int tile, int lane, const float4& sums) {
-  constexpr float power = detail::power_of_two(decoded_power<T::P, T::M>());
-  float low = power, high = power;
-  if constexpr (T::P.row_scale) {
-    const auto* scales = reinterpret_cast<const float*>(args.weights + round.expert * args.expert_stride) +
-                         unit * kUnitRows + lane / 4;
-    low *= scales[0];
-    high *= scales[8];
-  }
+                                            int unit, int tile, int lane, const UnitScales<T>& unit_scales,
+                                            const float4& sums) {
+  const float2 of_rows = unit_scales.of(args, round, unit, lane);
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int column = tile * kTileTokens + lane % 4 * 2 + c;
@@ -87,8 +118,8 @@ __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& i
     const int slot = items.slot(round.first + column);
     const float* scales = args.inputs.row_scales;
     const float scale = scales == nullptr ? 1.0f : scales[slot / args.inputs.slots_of_row];
-    const float both[2] = {(c == 0 ? sums.x : sums.y) * low * scale,
-                           (c == 0 ? sums.z : sums.w) * high * scale};
+    const float both[2] = {(c == 0 ? sums.x : sums.y) * of_rows.x * scale,
+                           (c == 0 ? sums.z : sums.w) * of_rows.y * scale};
     if (args.kind == GemmKind::gate_up)
       finish_gate_up(args, round.expert, unit, slot, both[0], both[1]);
     else
@@ -100,7 +131,8 @@ __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Items& i
 /// the memory of the last stage; each adds up and finishes some of the tiles, in the order of slices.
 template <class T>
 __device__ __forceinline__ void finish_round(const GemmArgs& args, const Items& items, const Round& round,
-                                             int warp, int lane, Sums<T>& sums, float4* partials) {
+                                             int warp, int lane, Sums<T>& sums, const UnitScales<T>& scales,
+                                             float4* partials) {
   const int tiles = (round.count + kTileTokens - 1) / kTileTokens;
   const int row = round.row(warp), slice = round.slice(warp);
   const int first_unit = (round.group + row) * kGroupUnits;
@@ -128,7 +160,7 @@ __device__ __forceinline__ void finish_round(const GemmArgs& args, const Items& 
       const float4 part = partials[((warp - slice + from) * parts + i) * 32 + lane];
       sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
     }
-    finish_tile<T>(args, items, round, first_unit + i % kGroupUnits, i / kGroupUnits, lane, sum);
+    finish_tile<T>(args, items, round, first_unit + i % kGroupUnits, i / kGroupUnits, lane, scales, sum);
   }
   if (round.slices > 1) shared_memory_to_copies();
 #pragma unroll

@@ -152,7 +152,11 @@ __device__ __forceinline__ float* own_scales(std::byte* memory) {
 }
 template <class T>
 __device__ __forceinline__ void copy_end_scales(const GemmArgs& args, const Tile& tile, std::byte* memory) {
-  if constexpr (T::bytes) {
+  if constexpr (!T::bytes) {
+    // Lanes are together then, which the compiler has to know (reduced_in_warp). Of bytes, below.
+    sync_threads<128>(1 + threadIdx.x / 128);
+    if constexpr (copies_ends<T>) UnitEnds<T>::copy(args, tile, memory);
+  } else {
     const int thread = own_thread<T>() % 128;
     float* const own = own_scales<T>(memory);
     sync_threads<128>(1 + threadIdx.x / 128);  // the last tile's have been read
@@ -178,7 +182,13 @@ __device__ __forceinline__ EndScales end_scales(const GemmArgs& args, const Tile
     const float* own = own_scales<T>(memory);
     return {T::scaled_tokens > 0 ? own : nullptr, own + T::scaled_tokens};
   }
-  return {args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row, nullptr};
+  EndScales scales{args.inputs.row_scales == nullptr ? nullptr : args.inputs.row_scales + tile.row, nullptr};
+  if constexpr (copies_ends<T>) {
+    wait_for_copies();
+    __syncwarp();
+    scales.rows = UnitEnds<T>::of_warp(memory);
+  }
+  return scales;
 }
 
 /// A batch of columns by 8 tokens, by each warp itself: it waits for no other one. All of them read all
@@ -422,8 +432,6 @@ __device__ __forceinline__ void multiply_tiles(const GemmChain& chain, Warpgroup
       }
     }
     copy_end_scales<T>(multiply_of<T>(chain, next), next, memory);
-    // Lanes are together then, which the compiler has to know (reduced_in_warp). Of bytes, above.
-    if constexpr (!T::bytes) sync_threads<128>(1 + threadIdx.x / 128);
     TileResult<T> result;
     const Tile tile = multiply_tile_of<T>(chain, next, ring, barriers, at, memory, result);
     const GemmArgs& args = multiply_of<T>(chain, tile);

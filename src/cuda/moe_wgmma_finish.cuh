@@ -63,10 +63,42 @@ struct UnitResult {
 template <class T>
 using TileResult = UnitResult<T>[T::units];
 
-/// Scales of a tile's tokens, or nullptr; and of the rows of a warpgroup's weights, where they have been
-/// copied.
+/// Scales of a tile's tokens, or nullptr; and of the rows of a warpgroup's weights, or what UnitEnds has of a
+/// warp.
 struct EndScales {
   const float *tokens, *rows;
+};
+
+/// Whether what an end reads of memory is copied to where it then leaves results while the tile is
+/// multiplied, as a load at the end would wait behind all weights that are on their way. Two units of a warp
+/// would need more memory than that, and a stage of weights less costs more.
+template <class T>
+inline constexpr bool copies_ends = !T::bytes && T::units == 1;
+
+/// That, of a warp's unit: the scales of 16 rows, and 16 biases, gates' before ups'.
+template <class T>
+struct UnitEnds {
+  static_assert(copies_ends<T> && 4 * kUnitEndBytes <= T::end_tokens * kEndBytes);
+
+  static __device__ __forceinline__ float* of_warp(std::byte* memory) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    return reinterpret_cast<float*>(memory + Stages<T>::ends_at + warp / 4 * (T::end_tokens * kEndBytes) +
+                                    warp % 4 * kUnitEndBytes);
+  }
+  /// By a warp, of its warpgroup's next tile, when the others do not read the memory any more.
+  static __device__ __forceinline__ void copy(const GemmArgs& args, const Tile& tile, std::byte* memory) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+              r = lane % kUnitRows, unit = tile.first_group * kGroupUnits + warp;
+    const bool of_scales = lane < kUnitRows, gate_up = args.kind == GemmKind::gate_up;
+    const int row = gate_up ? unit * (kUnitRows / 2) + r % (kUnitRows / 2) : unit * kUnitRows + r;
+    const auto* scales = reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride);
+    const float* bias = gate_up && r >= kUnitRows / 2 ? args.up_bias : args.bias;
+    const bool there =
+        of_scales ? T::P.row_scale && unit < args.groups * kGroupUnits : bias != nullptr && row < args.rows;
+    copy_4_bytes_if(
+        there, of_warp(memory) + lane,
+        of_scales ? scales + unit * kUnitRows + r : bias + (std::int64_t{tile.expert} * args.rows + row));
+  }
 };
 
 /// What an end reads of GemmArgs, by the same names. One multiply's are constants, which instructions read in
@@ -198,6 +230,15 @@ class LaneRows {
   }
 
   __device__ __forceinline__ void load_factors(const float (&unit)[2]) {
+    if constexpr (copies_ends<T>) {  // of rows that the matrix lacks anything
+      const float* own = scales_.rows + lane_ / 4;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factors_[r] = unit[r] * sum_scale<T::P, T::M>() * (T::P.row_scale ? own[8 * r] : 1.0f);
+        bias_[r] = (gate_up_ && r == 1 ? args_.up_bias : args_.bias) == nullptr ? 0 : own[kUnitRows + 8 * r];
+      }
+      return;
+    }
     const float* row_scales = scales_.rows;
     if constexpr (T::P.row_scale && !T::bytes)
       row_scales = reinterpret_cast<const float*>(args_.weights + tile_.expert * args_.expert_stride) +

@@ -14,9 +14,10 @@
 
 namespace gatefold::cuda {
 
-inline constexpr int kSharedBytes = 232448;           ///< of a thread block
-inline constexpr int kWarpgroupRows = 4 * kUnitRows;  ///< of a unit of each of its warps
-inline constexpr int kEndBytes = kWarpgroupRows * 2;  ///< of a token's results: 16 bits each
+inline constexpr int kSharedBytes = 232448;              ///< of a thread block
+inline constexpr int kWarpgroupRows = 4 * kUnitRows;     ///< of a unit of each of its warps
+inline constexpr int kEndBytes = kWarpgroupRows * 2;     ///< of a token's results: 16 bits each
+inline constexpr int kUnitEndBytes = 2 * kUnitRows * 4;  ///< UnitEnds (moe_wgmma_finish.cuh)
 
 /// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for two warpgroups of two
 /// units a warp, not for four of one.

@@ -32,6 +32,14 @@ __device__ __forceinline__ float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/// One of two f16 numbers; half: 0, the low one, or 1.
+__device__ __forceinline__ float f32_of_f16(std::uint32_t pair, int half) {
+  float low, high;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+  return half == 0 ? low : high;
+}
 /// To bf16 or f16.
 __device__ __forceinline__ std::uint16_t narrow(float x, bool bf16) {
   std::uint16_t y;
@@ -239,6 +247,14 @@ __device__ __forceinline__ void copy_16_bytes(void* shared, const void* global) 
 __device__ __forceinline__ void copy_4_bytes(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
+}
+/// The same where `there`, without a branch.
+__device__ __forceinline__ void copy_4_bytes_if(bool there, void* shared, const void* global) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.ca.shared.global [%0], [%1], 4;\n}\n" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(static_cast<int>(there))
+      : "memory");
 }
 /// Waits for this thread's copies of 4 and of 16 bytes.
 __device__ __forceinline__ void wait_for_copies() {

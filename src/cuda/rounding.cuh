@@ -90,13 +90,10 @@ template <Format F>
 __device__ __forceinline__ float2 round_pair(float low, float high) {
   if constexpr (F == formats::e4m3) {
     std::uint32_t halves;
-    float2 values;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;"
         : "=r"(halves)
         : "h"(static_cast<std::uint16_t>(encode_pair<F>(low, high))));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(values.x) : "h"(static_cast<std::uint16_t>(halves)));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(values.y) : "h"(static_cast<std::uint16_t>(halves >> 16)));
-    return values;
+    return {f32_of_f16(halves, 0), f32_of_f16(halves, 1)};
   } else if constexpr (F == formats::int8) {
     const auto round = [](float x) { return fminf(fmaxf(rintf(x), -128.0f), 127.0f); };
     return {round(low), round(high)};
