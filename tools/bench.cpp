@@ -136,6 +136,13 @@ void add_bench(Cli& cli) {
   add_batch_invariant(command, options->batch_invariant);
   add_fast_accumulation(command, options->fast_accumulation);
   command
+      ->add_option_function<std::string>(
+          "--dtype",
+          [options](const std::string& name) { options->dtype = name == "f16" ? DType::f16 : DType::bf16; },
+          "The model's 16-bit type: of activations, and of scales of groups (AWQ and GPTQ: f16)")
+      ->check(CLI::IsMember({"bf16", "f16"}))
+      ->default_str("bf16");
+  command
       ->add_option_function<std::vector<std::string>>(
           "--from",
           [options](const std::vector<std::string>& names) {

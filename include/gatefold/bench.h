@@ -36,6 +36,8 @@ struct BenchOptions {
   std::vector<int> tokens = {1, 8, 64, 512};
   std::vector<BenchFrom> from = {BenchFrom::ids};  ///< a row for each
   BenchRouting routing = BenchRouting::uniform;
+  /// The model's 16-bit type, bf16 or f16: of activations, and of scales of groups that have 16 bits.
+  DType dtype = DType::bf16;
   bool batch_invariant = false, fast_accumulation = false;  ///< PlanOptions
   int threads = 0;                                          ///< 0: OpenMP's default
   double seconds = 1.0;                                     ///< per row, at least; not on a GPU

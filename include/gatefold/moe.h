@@ -16,8 +16,9 @@
 /// (Scheme::batch_dependent) without a static scale. On a GPU it does, by the rounding of f32 sums: how a sum
 /// is cut into parts follows from which experts are in use, unless PlanOptions::batch_invariant is set.
 /// On a GPU int4 weights with a bf16 scale for each group (of zero points: up to 64 columns) may be what they
-/// are when dequantized to bf16, code * scale rounded, where activations are bf16: for experts of some 10
-/// tokens or more, and with batch_invariant always.
+/// are when dequantized to bf16, code * scale rounded, where activations are bf16, and those with f16 scales
+/// of groups up to 64 columns the same in f16: for experts of some 10 tokens or more, and with
+/// batch_invariant always. f32 scales of such groups are rounded to f16, times a power of two for each row.
 
 #include <cstddef>
 #include <cstdint>

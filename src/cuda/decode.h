@@ -274,32 +274,31 @@ GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
   }
 }
 
-/// Whether warpgroups multiply products of codes and group scales, rounded to bf16: what weights are that
-/// have been dequantized to bf16. To bring the sums of many tokens from each group's scale to the next one's
-/// takes layers 1.1 to 1.4 times as long where groups have 32 columns, and up to 1.08 times where they have
-/// 128. (Of zero points a product is a multiply more: groups of 128 columns were left as they are.)
+/// Whether warpgroups do, in the multiply's type M: that of scales and activations.
 constexpr bool rounds_products(const PackedFormat& p, Format m) {
-  return p.value.is_integer() && p.value.bits == 4 && p.scale == formats::bf16 && m == formats::bf16 &&
-         (!p.zeros || p.group < kRecordColumns);
+  return multiplies_products(p) && p.scale == m;
 }
 /// value = product * 2^product_power.
-template <PackedFormat P>
+template <PackedFormat P, Format M>
 constexpr int product_power() {
-  return P.zeros ? 9 : 33;
+  return P.zeros ? 9 : M == formats::bf16 ? 33 : 24;
 }
 /// 8 codes of a row by their group's scale, which both halves of `scale` have; term: see decode8. Differences
-/// from zero points are exact. From scales of 2^28 on products may overflow; those by scales below 2^-93 lose
-/// bits.
+/// from zero points are exact. In bf16 products may overflow from scales of 2^28 on, and those by scales
+/// below 2^-93 lose bits; in f16 from 2^16 on (the row's largest is less), and below 2^10 (with zero points
+/// 2^-5).
 template <PackedFormat P, Format M>
 GATEFOLD_HD void decode8_products(const std::uint32_t* words, Pair term, Pair scale, Pair* out) {
   static_assert(rounds_products(P, M));
   if constexpr (P.zeros) {
     decode_integers<P, M>(words, term, out);
     for (int i = 0; i < 4; ++i) out[i] = multiply<M>(out[i], scale);
-  } else {  // smallest subnormal to 2^-33
-    constexpr Pair low = both<M>(0x1p100f), high = both<M>(0x1p96f), offset = both<M>(-8 * 0x1p-33f);
-    scale_integers<P, M>(words, multiply<M>(scale, low), multiply<M>(scale, high), multiply<M>(scale, offset),
-                         out);
+  } else {  // bf16: smallest subnormal to 2^-33; f16: as they are
+    constexpr float unit = M == formats::bf16 ? 0x1p100f : 1;
+    constexpr Pair low = both<M>(unit), high = both<M>(unit / 16),
+                   offset = both<M>(-8 * detail::power_of_two(-product_power<P, M>()));
+    scale_integers<P, M>(words, M == formats::bf16 ? multiply<M>(scale, low) : scale,
+                         multiply<M>(scale, high), multiply<M>(scale, offset), out);
   }
 }
 
@@ -314,7 +313,7 @@ constexpr float input_scale() {
 /// decode8_products.
 template <PackedFormat P, Format M>
 constexpr float sum_scale() {
-  if (rounds_products(P, M)) return detail::power_of_two(product_power<P>());
+  if (rounds_products(P, M)) return detail::power_of_two(product_power<P, M>());
   return input_scale<P, M>() != 1 ? 0x1p120f / input_scale<P, M>()
                                   : detail::power_of_two(decoded_power<P, M>());
 }

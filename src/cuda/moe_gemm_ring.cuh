@@ -48,8 +48,7 @@ struct GemmTraits {
   static constexpr int warps = 8;  ///< of a team that multiply; two more fill the ring
   static constexpr int threads = (warps + 2) * 32;
   /// Teams of a block, as registers (small groups take many) and shared memory allow.
-  static constexpr bool many_scales =
-      !P.folded && (P.group <= 32 || (P.group <= 64 && (P.zeros || P.scale.bits == 32)));
+  static constexpr bool many_scales = !P.folded && (P.group <= 32 || (P.group <= 64 && P.zeros));
   static constexpr int teams = step_bytes < 8192 && tiles < (many_scales ? 2 : 4) ? 2 : 1;
   /// A scheduler has a quarter of the registers, and of the warps, rounded up.
   static constexpr int bounds = (teams * threads + 127) / 128 * 128;

@@ -69,11 +69,10 @@ GemmKernel make_among(SchemeId id, bool wide, InputKind input, const Make& make)
 template <auto Which>
 GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
   return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
-    // Registers do not hold four tiles beside scales of groups of 32 and zero points or codes of 8 bits, or
-    // f32 scales of these groups or of 64.
+    // Registers do not hold four tiles beside scales of groups of 32 and zero points or codes of 8 bits.
     constexpr PackedFormat P = packed_format(S::scheme, kWide);
     constexpr bool small = P.group == 32 && !P.folded && (P.zeros || P.value.bits == 8);
-    constexpr int most = small || (P.group <= 64 && P.scale.bits == 32) ? 2 : 4;
+    constexpr int most = small ? 2 : 4;
     return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
            : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
                                        : gemm_kernel<S, kWide, kInput, most>();

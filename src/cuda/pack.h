@@ -129,10 +129,14 @@ GATEFOLD_HD void pack_group(const PackJob& job, std::int64_t unit, std::int64_t 
   const std::int64_t k = record * kRecordColumns + g * p.group;
   if (!at.valid || k >= job.shape.k) return;
   std::uint32_t code = scale_code(at.source, at.row, k);
+  const float own = p.row_scale ? reinterpret_cast<const float*>(job.out)[unit * kUnitRows + r] : 1;
   if (p.folded && p.scale.kind == Kind::magnitude)
     code = repack_ue4m3(code);
   else if (p.folded)
-    code = repack_ue8m0(p.value, code, reinterpret_cast<const float*>(job.out)[unit * kUnitRows + r]);
+    code = repack_ue8m0(p.value, code, own);
+  else if (p.f16_scales())
+    code = has_no_scale(p, at.source, at.row, k) ? 0
+                                                 : repack_f16(scale_value(at.source.scale_format, code), own);
   else if (p.scale != at.source.scale_format)
     code = std::bit_cast<std::uint32_t>(scale_value(at.source.scale_format, code));
   for (int i = 0; i < p.scale.bits / 8; ++i)
@@ -169,7 +173,7 @@ GATEFOLD_HD void pack_record(const PackJob& job, const PackedFormat& codes, std:
 
 /// What a row's scale depends on.
 struct RowRange {
-  float largest = 0;   ///< scale of a group
+  float largest = 0;   ///< scale of a group, its magnitude
   bool finite = true;  ///< no NaN (or Inf, in e5m2): one of them makes all the row's outputs NaN
 };
 /// Of a worker's share of a row.
@@ -182,6 +186,7 @@ GATEFOLD_HD RowRange range_of_share(const PackJob& job, const PackRow& at, int w
         scale_value(at.source.scale_format, scale_code(at.source, at.row, col * at.source.group.k));
     range.finite &= scale - scale == 0;
     if (scale > range.largest) range.largest = scale;
+    if (-scale > range.largest) range.largest = -scale;
   }
   if (value.bits != 8 || !value.is_float()) return range;
   for (std::int64_t k = worker; k < job.shape.k; k += workers)
@@ -194,6 +199,7 @@ GATEFOLD_HD float row_scale(const PackedFormat& p, const PackRow& at, const RowR
   if (!range.finite) return std::bit_cast<float>(0x7fc00000u);
   if (p.folded && p.scale.kind == Kind::exponent)
     return range.largest * detail::power_of_two(-p.value.bias());
+  if (p.f16_scales()) return unit_of_f16(range.largest);
   if (at.source.group.k != 0) return at.source.tensor_scale;
   return scale_value(at.source.scale_format, scale_code(at.source, at.row, 0));
 }

@@ -65,7 +65,7 @@ Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size
               .out = memory_.data() + at};
   for (int i = 0; i < count; ++i) {
     packed[i].data = job.out;
-    if (wide) packed[i].scale_format = formats::f32;
+    if (wide) packed[i].scale_format = job.shape.format.scale;
   }
   // Buffers of at most one matrix each: an expert in all.
   const std::size_t most = std::min(kMostStaged, bytes / static_cast<std::size_t>(count));

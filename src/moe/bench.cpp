@@ -142,7 +142,7 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
     // Before the layers are made: the GPU's clocks recover meanwhile.
     if (options.device.kind == Device::Kind::cuda) static_cast<void>(dense.gflop_per_s(id));
     const Result<SyntheticLayers> layers =
-        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device);
+        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device, options.dtype);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens)
       for (const BenchFrom from : options.from) {

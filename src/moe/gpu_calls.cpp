@@ -85,7 +85,11 @@ Status GpuCalls::copy(const MoePlan& plan) {
   const cuda::DeviceGuard guard(device);
   std::normal_distribution<float> normal;
   std::vector<std::uint16_t> x(elements);
-  for (std::uint16_t& code : x) code = static_cast<std::uint16_t>(encode<formats::bf16>(normal(random_)));
+  const bool f16 = layers_->spec.act_dtype == DType::f16;
+  for (std::uint16_t& code : x) {
+    const float number = normal(random_);
+    code = static_cast<std::uint16_t>(f16 ? encode<formats::f16>(number) : encode<formats::bf16>(number));
+  }
   const std::vector<float> weights(slots(), 1.0f / static_cast<float>(layers_->spec.top_k));
   if (Status status = cuda::copy(hidden_.data(), x.data(), elements * 2); !status.ok()) return status;
   if (Status status = cuda::copy(weights_.data(), weights.data(), slots() * 4); !status.ok()) return status;

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "format/matrix.h"
+
 namespace gatefold {
 
 double median(std::vector<double> values) {
@@ -16,6 +18,15 @@ double median(std::vector<double> values) {
 }
 
 namespace {
+
+/// Scales of groups in f16 instead of bf16.
+void store_scales_in_f16(QuantizedMatrix& matrix) {
+  const auto count = static_cast<std::int64_t>(matrix.scales.size()) / 2;
+  std::vector<float> scales(static_cast<std::size_t>(count));
+  load_scales(matrix.scale_format, matrix.scales.data(), 0, count, scales.data());
+  matrix.scale_format = formats::f16;
+  store_scales(matrix, 0, scales.data(), scales.size());
+}
 
 /// Random weights of one expert: gate, up, down.
 Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
@@ -30,6 +41,7 @@ Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
     for (std::size_t i = 0; i < w.size(); ++i) w[i] = pattern[i % pattern.size()];
     Result<QuantizedMatrix> matrix = quantize(spec.scheme, {w.data(), DType::f32, n, k});
     if (!matrix) return matrix.status();
+    if (spec.act_dtype == DType::f16 && matrix->scale_format == formats::bf16) store_scales_in_f16(*matrix);
     matrices.push_back(std::move(*matrix));
   }
   return matrices;
@@ -94,7 +106,7 @@ void set_floor(BenchRow& row, const MoeSpec& spec) {
 }
 
 Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeId id, std::uint64_t bytes,
-                                                const Device& device) {
+                                                const Device& device, DType dtype) {
   SyntheticLayers result;
   MoeSpec& spec = result.spec;
   spec.scheme = id;
@@ -102,6 +114,7 @@ Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeI
   spec.intermediate = shape.intermediate;
   spec.experts = shape.experts;
   spec.top_k = shape.top_k;
+  spec.act_dtype = dtype;
   if (Status status = spec.validate(); !status.ok())
     return Status(status.code(), fmt::format("scheme {}: {}", scheme(id).name, status.message()));
   const Result<std::vector<QuantizedMatrix>> expert = random_expert(spec);

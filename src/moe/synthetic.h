@@ -25,9 +25,9 @@ struct SyntheticLayers {
   MoeSpec spec;
   std::vector<ExpertWeights> layers;
 
-  /// As many layers of a shape, each with memory of its own, as hold `bytes`.
+  /// As many layers of a shape, each with memory of its own, as hold `bytes`. dtype: BenchOptions::dtype.
   static Result<SyntheticLayers> create(const BenchShape& shape, SchemeId scheme, std::uint64_t bytes,
-                                        const Device& device = {});
+                                        const Device& device = {}, DType dtype = DType::bf16);
 };
 
 /// Calls with the same number of tokens, random routing, and another layer each time.

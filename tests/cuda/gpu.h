@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <vector>
 
 #include "cuda/decode.h"
@@ -21,12 +22,16 @@ class GpuTest : public testing::Test {
   }
 };
 
-/// Whether warpgroups multiply weights by activations of this kind as bf16 numbers that codes and group
-/// scales were rounded to. (Where activations are bytes, groups of 128 columns are multiplied in bytes.)
-inline bool rounds_weights(const Scheme& scheme, const Operand& activation) {
-  const cuda::PackedFormat format = cuda::packed_format(scheme);
+/// What warpgroups round weights to, codes by group scales, that they multiply by activations of this kind;
+/// `wide`: scales are in f16 or f32. (Where activations are bytes, groups of 128 columns are multiplied in
+/// bytes.)
+inline std::optional<Format> rounds_weights(const Scheme& scheme, const Operand& activation,
+                                            bool wide = false) {
+  const cuda::PackedFormat format = cuda::packed_format(scheme, wide);
   const bool in_bytes = activation.quantized() && format.groups() == 1;
-  return !in_bytes && activation.value != formats::f16 && cuda::rounds_products(format, formats::bf16);
+  const Format multiply = activation.value == formats::f16 ? formats::f16 : formats::bf16;
+  if (in_bytes || !cuda::rounds_products(format, multiply)) return {};
+  return multiply;
 }
 
 /// How far sums of k products by activations of this kind may be off, beside the norm of all and beyond f32.
@@ -34,10 +39,11 @@ inline bool rounds_weights(const Scheme& scheme, const Operand& activation) {
 /// in f32: a model of such sums has an error of 2^-13, for products of any sizes and any number of them.
 /// Where weights are e2m1, and with fast accumulation, each 32 products are added to all before, which loses
 /// 2^-15 of those on average. Weights that are rounded to bf16 are off by 2^-8 at most, and half of that on
-/// average.
+/// average; in f16 by an eighth of it.
 inline double error_of_sums(const Scheme& scheme, const Operand& activation, std::int64_t k,
-                            bool fast_accumulation = false) {
-  if (rounds_weights(scheme, activation)) return 0x1p-9;
+                            bool fast_accumulation = false, bool wide = false) {
+  if (const auto rounded = rounds_weights(scheme, activation, wide))
+    return *rounded == formats::bf16 ? 0x1p-9 : 0x1p-12;
   if (!(activation.value == formats::e4m3 && activation.scale == formats::f32)) return 0;
   return 0x1p-12 + (fast_accumulation || scheme.weight.value == formats::e2m1
                         ? static_cast<double>(k) / 32 * 0x1p-15

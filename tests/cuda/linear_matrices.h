@@ -3,10 +3,13 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <random>
 #include <vector>
 
 #include "../moe_layer.h"
+#include "cuda/packed.h"
+#include "format/matrix.h"
 #include "gatefold/codec.h"
 #include "gatefold/cuda_linear.h"
 
@@ -45,11 +48,21 @@ struct Matrices {
   std::vector<QuantizedMatrix> all;
   std::vector<const QuantizedMatrix*> pointers;
 
-  Matrices(SchemeId id, std::size_t count, std::int64_t n, std::int64_t k) {
+  /// `scales`: in which scales of groups are stored; those of the scheme, if it has none in 16 bits.
+  Matrices(SchemeId id, std::size_t count, std::int64_t n, std::int64_t k, Format scales = formats::bf16) {
     for (std::size_t i = 0; i < count; ++i) {
       const auto values = random_values(static_cast<std::size_t>(n * k), static_cast<unsigned>(20 + i));
       auto matrix = quantize(id, {values.data(), DType::f32, n, k});
       EXPECT_TRUE(matrix.ok()) << matrix.status().message();
+      if (scales != formats::bf16 && cuda::may_be_wide(scheme(id).weight)) {
+        std::vector<float> numbers(matrix->scales.size() / 2);
+        load_scales(matrix->scale_format, matrix->scales.data(), 0, static_cast<std::int64_t>(numbers.size()),
+                    numbers.data());
+        for (float& number : numbers) number *= 1 + 0x1p-10f;  // which bf16 has not
+        matrix->scale_format = scales;
+        matrix->scales.resize(matrix->layout().scale_bytes);
+        store_scales(*matrix, 0, numbers.data(), numbers.size());
+      }
       all.push_back(std::move(*matrix));
     }
     for (const QuantizedMatrix& matrix : all) pointers.push_back(&matrix);
@@ -62,9 +75,10 @@ struct Matrices {
 };
 
 /// y of rows [offsets[g], offsets[g + 1]) by matrix g; NaN for the others. `rounded`: by weights rounded to
-/// bf16.
+/// that, bf16 or f16.
 inline std::vector<double> oracle(const Rows& x, const std::vector<std::int32_t>& offsets,
-                                  const Matrices& matrices, bool weights_only = false, bool rounded = false) {
+                                  const Matrices& matrices, bool weights_only = false,
+                                  std::optional<Format> rounded = {}) {
   const auto n = static_cast<std::size_t>(matrices.all[0].n), k = static_cast<std::size_t>(x.k);
   std::vector<double> y(static_cast<std::size_t>(x.count) * n, std::nan(""));
   for (std::size_t g = 0; g < matrices.all.size(); ++g) {
@@ -77,8 +91,11 @@ inline std::vector<double> oracle(const Rows& x, const std::vector<std::int32_t>
       reference_round(activation, w.input_scale ? &*w.input_scale : nullptr, x.k, rows);
     std::vector<double> weights = reference_dequantize(w);
     if (rounded)
-      for (double& weight : weights)
-        weight = decode<formats::bf16>(encode<formats::bf16>(static_cast<float>(weight)));
+      for (double& weight : weights) {
+        const auto number = static_cast<float>(weight);
+        weight = *rounded == formats::f16 ? decode<formats::f16>(encode<formats::f16>(number))
+                                          : decode<formats::bf16>(encode<formats::bf16>(number));
+      }
     for (std::size_t r = first; r < last; ++r)
       for (std::size_t i = 0; i < n; ++i) {
         double sum = 0;

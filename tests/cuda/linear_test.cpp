@@ -31,12 +31,18 @@ class EveryLinear : public GpuLinear, public testing::WithParamInterface<SchemeA
     const std::int64_t multiple = group.n == 1 && group.k != 0 ? group.k : 2;
     return (170 + multiple - 1) / multiple * multiple;
   }
+  /// Groups of rows by every candidate, beside scales of groups in this type where they have 16 bits.
+  void check_groups(Format scales) const;
 };
 
-TEST_P(EveryLinear, GroupsByEveryCandidate) {
-  const Matrices matrices(id(), 5, 90, ragged_k());
+void EveryLinear::check_groups(Format scales) const {
+  const bool wide = scales != formats::bf16;
+  const Matrices matrices(id(), 5, 90, ragged_k(), scales);
   const LinearWeights weights = matrices.pack();
   const Rows x(dtype(), 180, ragged_k());
+  const Operand activation = activation_of(id(), dtype());
+  const auto rounded = rounds_weights(scheme(id()), activation, wide);
+  const double of_scales = scales == formats::f32 ? 0x1p-11 : 0;  // which are rounded to f16
   const std::vector<std::int32_t> all_offsets[] = {{0, 1, 1, 4, 170, 180},
                                                    {3, 4, 4, 37, 150, 171},
                                                    {7, 7, 7, 7, 7, 7},
@@ -46,26 +52,39 @@ TEST_P(EveryLinear, GroupsByEveryCandidate) {
     for (const auto& offsets : all_offsets) {
       if (fast && scheme(id()).activation.value != formats::e4m3) return;
       const std::vector<double> expected = oracle(x, offsets, matrices);
-      const bool rounds = rounds_weights(scheme(id()), activation_of(id(), dtype()));
-      const std::vector<double> by_rounded = rounds ? oracle(x, offsets, matrices, false, true) : expected;
+      const std::vector<double> by_rounded =
+          rounded ? oracle(x, offsets, matrices, false, rounded) : expected;
       LinearOptions forced = options(180);
       forced.fast_accumulation = fast;
       const auto plan = LinearPlan::create(weights.shape(), forced);
       ASSERT_TRUE(plan.ok()) << plan.status().message();
+      const double allowed =
+          tolerance(x.k) + error_of_sums(scheme(id()), activation, x.k, fast, wide) + of_scales;
       std::vector<float> by_warpgroups;
       for (const CudaCandidate& candidate : plan->candidates(180)) {
         SCOPED_TRACE(describe(candidate.tuning));
         forced.cuda_tuning = candidate.tuning;
         const std::vector<float> y = run(weights, forced, x, offsets);
         const bool warpgroups = candidate.tuning.body == CudaTuning::Body::warpgroups;
-        expect_near(y, warpgroups ? by_rounded : expected, rounds ? tolerance(x.k) : allowed(x, fast));
+        expect_near(y, warpgroups ? by_rounded : expected, rounded ? tolerance(x.k) + of_scales : allowed);
         // All tiles of warpgroups sum in the same order. (NaN is not equal to itself.)
         if (!warpgroups) continue;
         if (by_warpgroups.empty()) by_warpgroups = y;
         EXPECT_EQ(std::memcmp(y.data(), by_warpgroups.data(), y.size() * sizeof(float)), 0);
       }
-      expect_near(run(*plan, weights, x, offsets), expected, allowed(x, fast));
+      expect_near(run(*plan, weights, x, offsets), expected, allowed);
     }
+}
+
+TEST_P(EveryLinear, GroupsByEveryCandidate) {
+  check_groups(formats::bf16);
+}
+
+/// Scales of groups in f16, as in AWQ and GPTQ, or in f32, instead of bf16.
+TEST_P(EveryLinear, GroupsOfOtherScales) {
+  if (!cuda::may_be_wide(scheme(id()).weight)) return;
+  check_groups(formats::f16);
+  check_groups(formats::f32);
 }
 
 /// Inputs that are larger or smaller by a power of two: so are results, exactly. (Inputs are scaled where

@@ -242,16 +242,18 @@ TEST(Decode, EveryCode) {
   });
 }
 
-/// Every code beside every zero point and scales of any significand, as bf16 has their products.
-template <PackedFormat P>
+/// Every code beside every zero point and scales of any significand, as M has their products.
+template <PackedFormat P, Format M>
 void check_products(const char* name) {
-  constexpr Format M = formats::bf16;
   constexpr float unit = sum_scale<P, M>();
+  constexpr std::uint32_t significands = 1u << M.mantissa_bits;
+  constexpr bool bf16 = M == formats::bf16;
   for (std::uint32_t zero = 0; zero < (P.zeros ? 16u : 1u); ++zero)
-    for (const int power : {-90, -7, 0, 20})
-      for (std::uint32_t significand = 0; significand < 0x100; ++significand) {  // and signs
-        const std::uint32_t scale =
-            (significand & 0x80) << 8 | static_cast<std::uint32_t>(127 + power) << 7 | (significand & 0x7f);
+    for (const int power : bf16 ? std::vector{-90, -7, 0, 20} : std::vector{10, 14})
+      for (std::uint32_t significand = 0; significand < 2 * significands; ++significand) {  // and signs
+        const std::uint32_t scale = significand / significands << 15 |
+                                    static_cast<std::uint32_t>(M.bias() + power) << M.mantissa_bits |
+                                    significand % significands;
         for (std::uint32_t code = 0; code < 16; ++code) {
           std::uint32_t canonical = 0;
           for (std::uint32_t i = 0; i < 8; ++i) canonical |= (code + i) % 16 << (4 * i);
@@ -260,9 +262,10 @@ void check_products(const char* name) {
           decode8_products<P, M>(&word, P.zeros ? zero_term<P, M>(zero) : 0, scale * 0x10001u, pairs);
           for (std::uint32_t i = 0; i < 8; ++i) {
             const float difference = decode<P.value>((code + i) % 16) - static_cast<float>(zero);
-            const std::uint32_t expected = encode<M>(difference * decode<M>(scale));
+            constexpr float room = bf16 ? 1 : 0x1p10f;  // f16 does not hold all of it
+            const float expected = decode<M>(encode<M>(difference * decode<M>(scale) / room)) * room;
             const std::uint32_t product = pairs[i / 2] >> (16 * (i % 2)) & 0xffff;
-            ASSERT_EQ(decode<M>(product) * unit, decode<M>(expected))
+            ASSERT_EQ(decode<M>(product) * unit, expected)
                 << name << " code " << (code + i) % 16 << " zero " << zero << " scale " << decode<M>(scale);
           }
         }
@@ -270,15 +273,20 @@ void check_products(const char* name) {
 }
 
 TEST(Decode, ProductsAreRoundedOnce) {
-  int schemes = 0;
+  int in_bf16 = 0, in_f16 = 0;
   for_each_scheme([&]<class S>() {
-    constexpr PackedFormat p = packed_format(S::scheme);
+    constexpr PackedFormat p = packed_format(S::scheme), wide = packed_format(S::scheme, true);
     if constexpr (rounds_products(p, formats::bf16)) {
-      check_products<p>(S::scheme.name.data());
-      ++schemes;
+      check_products<p, formats::bf16>(S::scheme.name.data());
+      ++in_bf16;
+    }
+    if constexpr (rounds_products(wide, formats::f16)) {
+      check_products<wide, formats::f16>(S::scheme.name.data());
+      ++in_f16;
     }
   });
-  EXPECT_GE(schemes, 5);
+  EXPECT_GE(in_bf16, 5);
+  EXPECT_GE(in_f16, 4);
 }
 
 /// Every code at every place, as a byte that is multiplied; beside a folded scale, as packed.
@@ -338,25 +346,31 @@ TEST(Decode, HalvesOfF16AreExact) {
   }
 }
 
+template <class S, bool kWide>
+void expect_nan_row() {
+  constexpr PackedFormat p = packed_format(S::scheme, kWide);
+  if (!p.row_scale) return;
+  QuantizedMatrix matrix = random_matrix(S::id, kWide ? formats::f16 : S::scheme.weight.scale, 32, 128);
+  if (p.value.bits == 8 && !p.value.is_integer())
+    matrix.values[5 * 128 + 77] = std::byte{0x7f};
+  else if (p.scale == formats::ue4m3)
+    matrix.scales[5 * 8 + 3] = std::byte{0x7f};
+  else if (p.scale == formats::ue8m0)
+    matrix.scales[5 * 4 + 3] = std::byte{0xff};
+  else
+    store_scales(matrix, 5 * p.groups(), std::vector<float>{NAN}.data(), 1);
+  const Packed packed = pack({matrix}, kWide);
+  for (int r = 0; r < 32; ++r) {
+    float scale = 0;
+    std::memcpy(&scale, packed.bytes.data() + r * 4, 4);
+    EXPECT_EQ(std::isnan(scale), r == 5) << S::scheme.name << " " << r;
+  }
+}
+
 TEST(Pack, NanMakesItsRowNan) {
   for_each_scheme([]<class S>() {
-    constexpr PackedFormat p = packed_format(S::scheme);
-    if (!p.row_scale) return;
-    QuantizedMatrix matrix = random_matrix(S::id, S::scheme.weight.scale, 32, 128);
-    if (p.value.bits == 8 && !p.value.is_integer())
-      matrix.values[5 * 128 + 77] = std::byte{0x7f};
-    else if (p.scale == formats::ue4m3)
-      matrix.scales[5 * 8 + 3] = std::byte{0x7f};
-    else if (p.scale == formats::ue8m0)
-      matrix.scales[5 * 4 + 3] = std::byte{0xff};
-    else
-      store_scales(matrix, 5, std::vector<float>{NAN}.data(), 1);
-    const Packed packed = pack({matrix}, false);
-    for (int r = 0; r < 32; ++r) {
-      float scale = 0;
-      std::memcpy(&scale, packed.bytes.data() + r * 4, 4);
-      EXPECT_EQ(std::isnan(scale), r == 5) << S::scheme.name << " " << r;
-    }
+    expect_nan_row<S, false>();
+    if constexpr (may_be_wide(S::scheme.weight)) expect_nan_row<S, true>();
   });
 }
 
@@ -372,6 +386,34 @@ void check_depths() {
   SCOPED_TRACE(S::scheme.name);
   expect_equal<p, M>({matrix}, false);
   expect_equal<p, M>({matrix, matrix}, false);
+}
+
+/// Rows with largest scales from f16's smallest to f32's largest, scales as far below them as f16 holds, and
+/// farther, and both signs.
+TEST(Pack, ScalesInF16) {
+  QuantizedMatrix matrix = random_matrix(SchemeId::int4_g32, formats::f32, 250, 128);
+  std::vector<float> scales;
+  for (int row = 0; row < 250; ++row)
+    for (const int below : {0, 1, 28, 60})
+      scales.push_back(std::ldexp(below == 1 ? -1.5f : 1.25f, row - 124 - below));
+  store_scales(matrix, 0, scales.data(), scales.size());
+  const Packed packed = pack({matrix}, true);
+  constexpr PackedFormat p = packed_format(schemes::int4_g32::scheme, true);
+  for (int row = 0; row < 250; ++row)
+    for (int g = 0; g < 4; ++g) {
+      float unit = 0;
+      std::memcpy(&unit, packed.bytes.data() + row * 4, 4);
+      std::uint32_t code = 0;
+      std::memcpy(
+          &code,
+          packed.bytes.data() + packed.shape.extra_at(row / kUnitRows, 0) + scale_at(p, row % kUnitRows, g),
+          2);
+      const float exact = scales[static_cast<std::size_t>(row * 4 + g)],
+                  scale = decode<formats::f16>(code) * unit;
+      if (std::abs(exact) < 0x1p-126f) continue;  // counts as 0
+      EXPECT_NE(code & 0x7fff, 0u) << row << " " << g;
+      EXPECT_LE(std::abs(scale - exact), g < 3 ? 0 : std::ldexp(1.25f, row - 124 - 36)) << row << " " << g;
+    }
 }
 
 TEST(Pack, FoldedPowersOfEveryRow) {
