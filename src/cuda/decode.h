@@ -274,7 +274,8 @@ GATEFOLD_HD void decode8(const std::uint32_t* words, Pair term, Pair* out) {
   }
 }
 
-/// Whether warpgroups do, in the multiply's type M: that of scales and activations.
+/// Whether warpgroups multiply products of codes and group scales (multiplies_products), rounded to the
+/// multiply's type: where scales have it, too.
 constexpr bool rounds_products(const PackedFormat& p, Format m) {
   return multiplies_products(p) && p.scale == m;
 }
