@@ -34,8 +34,8 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
              few = kernel.tokens <= (of_bytes && !format.for_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
   if (of_bytes && format.for_bytes)
     return few ? Costs{572, 7.8, 28, 1.15, kStart + (kernel.chain == nullptr ? 12000 : 0)}
-           : kernel.tokens < kMostTokensOfTile ? Costs{386, 11.2, 31}
-                                               : Costs{428, 4.8, 14};
+           : kernel.tokens < kMostTokensOfTile ? Costs{428, 10.5, 40, 1.05}
+                                               : Costs{366, 4.3, 23, 1.1};
   if (of_bytes && format.banded)
     return few                        ? Costs{80, 11.7, 1, 1.9}
            : kernel.threads > 3 * 128 ? Costs{567, 3.5, 21, 1.22}

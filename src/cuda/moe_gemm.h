@@ -147,7 +147,7 @@ inline constexpr int kTokenStepOfTile = 32;  ///< of most kernels by warpgroups 
 
 /// Numbers of tokens for which a kernel by warpgroups has loops, in ascending order; then 0.
 struct TokenLoops {
-  std::int16_t tokens[9] = {};  ///< the last one 0
+  std::int16_t tokens[11] = {};  ///< the last one 0
 
   /// That of an item: the least that will do.
   constexpr int of(int count) const {

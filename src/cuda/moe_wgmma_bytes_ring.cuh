@@ -58,10 +58,11 @@ struct ByteTraits {
       : P.for_bytes ? (most ? kMostTokensOfTile : 128)
                     : (most ? 192 : kTokensOfTwoUnits);
   static constexpr TokenLoops loops =
-      (few          ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{16, 24, 32, 48, 64, 80}})
+      (few          ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{8, 16, 24, 32, 48, 64, 80}})
        : token_rows ? TokenLoops{{64, 128, 192}}
-       : most       ? (from_memory ? TokenLoops{{128, 160, 192, 224, 256}}
-                                   : TokenLoops{{64, 96, 128, 160, 192, 224, 256}})
+       : most       ? (from_memory && parts ? TokenLoops{{64, 96, 112, 120, 128, 136, 144, 160, 176, 192}}
+                       : parts              ? TokenLoops{{64, 96, 128, 160, 192}}
+                                            : TokenLoops{{64, 96, 112, 128, 144, 160, 176, 192, 224, 256}})
                     : TokenLoops{{64, 80, 96, 112, 128, 144, 160}})
           .up_to(tokens);
   static constexpr int token_step = token_rows ? kWarpgroupTokens : most ? kTokenStepOfTile : 16;
@@ -73,12 +74,14 @@ struct ByteTraits {
   static constexpr int pieces = token_rows ? (most ? 1 : 2) : 0;
   static constexpr int groups = token_rows ? pieces * kPieceGroups : warps * units / kGroupUnits;
   /// Of the threads that multiply, and of those that fill the rings: together, what all are launched with.
-  static constexpr int registers = warps == 16   ? 104
-                                   : warps == 12 ? 152
-                                                 : 232,
-                       fill_registers = warps == 16   ? 64
-                                        : warps == 12 ? 56
-                                                      : 40;
+  static constexpr int registers = few && P.for_bytes ? 112
+                                   : warps == 16      ? 104
+                                   : warps == 12      ? 152
+                                                      : 232,
+                       fill_registers = few && P.for_bytes ? 32
+                                        : warps == 16      ? 64
+                                        : warps == 12      ? 56
+                                                           : 40;
   static_assert(registers * warps + fill_registers * 4 <= 65536 / threads / 8 * 8 * threads / 32);
 
   /// Of a stage of weights: copies of less than 4 KB are slow.

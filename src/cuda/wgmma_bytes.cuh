@@ -12,6 +12,7 @@ namespace gatefold::cuda {
 #define GATEFOLD_SUMS_16(c, i)                                                                \
   GATEFOLD_SUMS_4(c, 16 * i), GATEFOLD_SUMS_4(c, 16 * i + 4), GATEFOLD_SUMS_4(c, 16 * i + 8), \
       GATEFOLD_SUMS_4(c, 16 * i + 12)
+#define GATEFOLD_SUMS_OF_8(c) GATEFOLD_SUMS_4(c, 0)
 #define GATEFOLD_SUMS_OF_16(c) GATEFOLD_SUMS_4(c, 0), GATEFOLD_SUMS_4(c, 4)
 #define GATEFOLD_SUMS_OF_24(c) GATEFOLD_SUMS_4(c, 0), GATEFOLD_SUMS_4(c, 4), GATEFOLD_SUMS_4(c, 8)
 #define GATEFOLD_SUMS_OF_32(c) GATEFOLD_SUMS_16(c, 0)
@@ -21,8 +22,12 @@ namespace gatefold::cuda {
   GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_4(c, 32), GATEFOLD_SUMS_4(c, 36)
 #define GATEFOLD_SUMS_OF_96(c) GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2)
 #define GATEFOLD_SUMS_OF_112(c) GATEFOLD_SUMS_OF_96(c), GATEFOLD_SUMS_4(c, 48), GATEFOLD_SUMS_4(c, 52)
+#define GATEFOLD_SUMS_OF_120(c) GATEFOLD_SUMS_OF_112(c), GATEFOLD_SUMS_4(c, 56)
 #define GATEFOLD_SUMS_OF_128(c) GATEFOLD_SUMS_OF_96(c), GATEFOLD_SUMS_16(c, 3)
+#define GATEFOLD_SUMS_OF_136(c) GATEFOLD_SUMS_OF_128(c), GATEFOLD_SUMS_4(c, 64)
+#define GATEFOLD_SUMS_OF_144(c) GATEFOLD_SUMS_OF_136(c), GATEFOLD_SUMS_4(c, 68)
 #define GATEFOLD_SUMS_OF_160(c) GATEFOLD_SUMS_OF_128(c), GATEFOLD_SUMS_16(c, 4)
+#define GATEFOLD_SUMS_OF_176(c) GATEFOLD_SUMS_OF_160(c), GATEFOLD_SUMS_4(c, 80), GATEFOLD_SUMS_4(c, 84)
 #define GATEFOLD_SUMS_OF_192(c) GATEFOLD_SUMS_OF_160(c), GATEFOLD_SUMS_16(c, 5)
 #define GATEFOLD_SUMS_OF_224(c) GATEFOLD_SUMS_OF_192(c), GATEFOLD_SUMS_16(c, 6)
 #define GATEFOLD_SUMS_OF_256(c) GATEFOLD_SUMS_OF_224(c), GATEFOLD_SUMS_16(c, 7)
@@ -54,6 +59,7 @@ struct ByteWgmma;
     }                                                                                                     \
   };
 
+GATEFOLD_BYTE_WGMMA(8, 4, 5, 6, 7, 8, 9, "%0, %1, %2, %3", GATEFOLD_SUMS_OF_8)
 GATEFOLD_BYTE_WGMMA(16, 8, 9, 10, 11, 12, 13, "%0, %1, %2, %3, %4, %5, %6, %7", GATEFOLD_SUMS_OF_16)
 GATEFOLD_BYTE_WGMMA(24, 12, 13, 14, 15, 16, 17, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11",
                     GATEFOLD_SUMS_OF_24)
@@ -78,9 +84,19 @@ GATEFOLD_BYTE_WGMMA(112, 56, 57, 58, 59, 60, 61,
                     GATEFOLD_SUMS_OF_112)
 GATEFOLD_BYTE_WGMMA(128, 64, 65, 66, 67, 68, 69,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3, GATEFOLD_SUMS_OF_128)
+GATEFOLD_BYTE_WGMMA(144, 72, 73, 74, 75, 76, 77,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3
+                                ", "
+                                "%64, %65, %66, %67, %68, %69, %70, %71",
+                    GATEFOLD_SUMS_OF_144)
 GATEFOLD_BYTE_WGMMA(160, 80, 81, 82, 83, 84, 85,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4,
                     GATEFOLD_SUMS_OF_160)
+GATEFOLD_BYTE_WGMMA(176, 88, 89, 90, 91, 92, 93,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", "
+                                "%80, %81, %82, %83, %84, %85, %86, %87",
+                    GATEFOLD_SUMS_OF_176)
 GATEFOLD_BYTE_WGMMA(192, 96, 97, 98, 99, 100, 101,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
                                 ", " GATEFOLD_R5,
@@ -119,9 +135,6 @@ struct RowsWgmma;
       GATEFOLD_ROWS_WGMMA_OF(n, "s32.s8.s8", "", a, b, add, registers, sums("r"));                        \
     }                                                                                                     \
   };
-#define GATEFOLD_SUMS_OF_144(c)                                                                   \
-  GATEFOLD_SUMS_16(c, 0), GATEFOLD_SUMS_16(c, 1), GATEFOLD_SUMS_16(c, 2), GATEFOLD_SUMS_16(c, 3), \
-      GATEFOLD_SUMS_4(c, 64), GATEFOLD_SUMS_4(c, 68)
 
 GATEFOLD_ROWS_WGMMA(32, 16, 17, 18, GATEFOLD_R0, GATEFOLD_SUMS_OF_32)
 GATEFOLD_ROWS_WGMMA(48, 24, 25, 26,
@@ -141,8 +154,18 @@ GATEFOLD_ROWS_WGMMA(112, 56, 57, 58,
                                 ", "
                                 "%48, %49, %50, %51, %52, %53, %54, %55",
                     GATEFOLD_SUMS_OF_112)
+GATEFOLD_ROWS_WGMMA(120, 60, 61, 62,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2
+                                ", "
+                                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59",
+                    GATEFOLD_SUMS_OF_120)
 GATEFOLD_ROWS_WGMMA(128, 64, 65, 66, GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3,
                     GATEFOLD_SUMS_OF_128)
+GATEFOLD_ROWS_WGMMA(136, 68, 69, 70,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3
+                                ", "
+                                "%64, %65, %66, %67",
+                    GATEFOLD_SUMS_OF_136)
 GATEFOLD_ROWS_WGMMA(144, 72, 73, 74,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3
                                 ", "
@@ -151,6 +174,11 @@ GATEFOLD_ROWS_WGMMA(144, 72, 73, 74,
 GATEFOLD_ROWS_WGMMA(160, 80, 81, 82,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4,
                     GATEFOLD_SUMS_OF_160)
+GATEFOLD_ROWS_WGMMA(176, 88, 89, 90,
+                    GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
+                                ", "
+                                "%80, %81, %82, %83, %84, %85, %86, %87",
+                    GATEFOLD_SUMS_OF_176)
 GATEFOLD_ROWS_WGMMA(192, 96, 97, 98,
                     GATEFOLD_R0 ", " GATEFOLD_R1 ", " GATEFOLD_R2 ", " GATEFOLD_R3 ", " GATEFOLD_R4
                                 ", " GATEFOLD_R5,
