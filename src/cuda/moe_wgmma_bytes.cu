@@ -11,13 +11,22 @@ constexpr bool has_kind(SchemeId id, InputKind kind) {
   return any_activation(id, [&](const Operand& a) { return byte_kind(a) == kind; });
 }
 
+/// The same kernel, for two multiplies in one launch: what is rounded in between takes registers as well.
+/// (Those that are left do not do for warps that find tiles by themselves.)
+template <class T>
+struct Chained : T {
+  static constexpr int registers = 112, fill_registers = 32;
+  static_assert(registers * T::warps + fill_registers * 4 == T::registers * T::warps + T::fill_registers * 4);
+};
+
 /// For few tokens, where weights are decoded, a launch of one multiply has a kernel of its own: by the one
 /// for two, layers take up to 2 % longer.
 template <class T>
 GemmKernel kernel_of() {
   using Alone = std::conditional_t<T::few && !T::from_memory, InTurn<T>, T>;
   const void* chain = nullptr;
-  if constexpr (chains<T> && !T::some) chain = reinterpret_cast<const void*>(&moe_wgmma<T>);
+  if constexpr (chains<T> && !T::some)
+    chain = reinterpret_cast<const void*>(&moe_wgmma<std::conditional_t<T::P.for_bytes, Chained<T>, T>>);
   return {.function = reinterpret_cast<const void*>(&moe_wgmma<Alone>),
           .threads = T::threads,
           .shared_bytes = T::shared_bytes,

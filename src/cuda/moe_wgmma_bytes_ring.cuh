@@ -74,14 +74,12 @@ struct ByteTraits {
   static constexpr int pieces = token_rows ? (most ? 1 : 2) : 0;
   static constexpr int groups = token_rows ? pieces * kPieceGroups : warps * units / kGroupUnits;
   /// Of the threads that multiply, and of those that fill the rings: together, what all are launched with.
-  static constexpr int registers = few && P.for_bytes ? 112
-                                   : warps == 16      ? 104
-                                   : warps == 12      ? 152
-                                                      : 232,
-                       fill_registers = few && P.for_bytes ? 32
-                                        : warps == 16      ? 64
-                                        : warps == 12      ? 56
-                                                           : 40;
+  static constexpr int registers = warps == 16   ? 104
+                                   : warps == 12 ? 152
+                                                 : 232,
+                       fill_registers = warps == 16   ? 64
+                                        : warps == 12 ? 56
+                                                      : 40;
   static_assert(registers * warps + fill_registers * 4 <= 65536 / threads / 8 * 8 * threads / 32);
 
   /// Of a stage of weights: copies of less than 4 KB are slow.

@@ -17,13 +17,10 @@ struct alignas(16) Tile {
   std::uint32_t first_group : 28 = 0, place : 3 = 0, second : 1 = 0;
 };
 
-/// The same kernel, whose blocks take tiles in turn. Warps that copy find them by themselves, which takes
-/// registers.
+/// The same kernel, whose blocks take tiles in turn.
 template <class T>
 struct InTurn : T {
   static constexpr bool counts = false;
-  static constexpr int registers = T::registers == 112 ? 104 : T::registers,
-                       fill_registers = T::registers == 112 ? 64 : T::fill_registers;
 };
 /// Whether a launch may be two multiplies (moe_chain.h).
 template <class T>

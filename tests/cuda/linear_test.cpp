@@ -39,29 +39,29 @@ void EveryLinear::check_groups(Format scales) const {
   const bool wide = scales != formats::bf16;
   const Matrices matrices(id(), 5, 90, ragged_k(), scales);
   const LinearWeights weights = matrices.pack();
-  const Rows x(dtype(), 180, ragged_k());
+  constexpr int kRows = 952;
+  const Rows x(dtype(), kRows, ragged_k());
   const Operand activation = activation_of(id(), dtype());
   const auto rounded = rounds_weights(scheme(id()), activation, wide);
   const double of_scales = scales == formats::f32 ? 0x1p-11 : 0;  // which are rounded to f16
-  const std::vector<std::int32_t> all_offsets[] = {{0, 1, 1, 4, 170, 180},
-                                                   {3, 4, 4, 37, 150, 171},
-                                                   {7, 7, 7, 7, 7, 7},
-                                                   {0, 8, 24, 56, 112, 113},
-                                                   {0, 7, 16, 33, 82, 180}};
+  const std::vector<std::int32_t> all_offsets[] = {
+      {0, 1, 1, 4, 170, 180},        {3, 4, 4, 37, 150, 171}, {7, 7, 7, 7, 7, 7},
+      {0, 8, 24, 56, 112, 113},      {0, 7, 16, 33, 82, 180}, {0, 125, 257, 398, 550, 658},
+      {0, 190, 410, 660, 779, kRows}};
   for (const bool fast : {false, true})
     for (const auto& offsets : all_offsets) {
       if (fast && scheme(id()).activation.value != formats::e4m3) return;
       const std::vector<double> expected = oracle(x, offsets, matrices);
       const std::vector<double> by_rounded =
           rounded ? oracle(x, offsets, matrices, false, rounded) : expected;
-      LinearOptions forced = options(180);
+      LinearOptions forced = options(kRows);
       forced.fast_accumulation = fast;
       const auto plan = LinearPlan::create(weights.shape(), forced);
       ASSERT_TRUE(plan.ok()) << plan.status().message();
       const double allowed =
           tolerance(x.k) + error_of_sums(scheme(id()), activation, x.k, fast, wide) + of_scales;
       std::vector<float> by_warpgroups;
-      for (const CudaCandidate& candidate : plan->candidates(180)) {
+      for (const CudaCandidate& candidate : plan->candidates(kRows)) {
         SCOPED_TRACE(describe(candidate.tuning));
         forced.cuda_tuning = candidate.tuning;
         const std::vector<float> y = run(weights, forced, x, offsets);
