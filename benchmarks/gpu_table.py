@@ -12,7 +12,7 @@ import subprocess
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128]
 MANY_TOKENS = [64, 128, 512, 4096, 16384]
-# The arguments of gatefold bench for a layer, its experts and experts per token, and the schemes.
+# The arguments of gatefold bench for a layer, its experts and experts per token, and the schemes, with options.
 COMMON = ["int4_g128", "int4_g128_afp8", "mxfp4", "mxfp4_afp8", "nvfp4", "fp8_block", "fp8_block_afp8"]
 LAYERS = {
     "qwen3-30b-a3b": (128, 8, COMMON),
@@ -23,7 +23,8 @@ LAYERS = {
     "2048,512,256,8": (256, 8, ["fp8_block_afp8"]),
 }
 QUICK = {"qwen3-30b-a3b": ["int4_g128"], "deepseek-v3": ["int4_g128", "fp8_block_afp8"]}
-MANY = ["int4_g128", "int4_g128_afp8", "mxfp4_afp8", "fp8_block", "fp8_channel_afp8", "int8_aint8"]
+FAST = "fp8_channel_afp8 --fast-accumulation"
+MANY = ["int4_g128", "int4_g128_afp8", "mxfp4_afp8", "fp8_block", "fp8_channel_afp8", FAST, "int8_aint8"]
 
 # us of the best other kernel of a class, measured on an H200 on 2026-11-21 (docs/performance.md says which).
 RIVAL_TOKENS = [1, 8, 32, 128, 512, 4096]
@@ -49,11 +50,14 @@ RIVALS = {
              "mixtral-8x7b": [102, 307, 340, 354, 457, 2631],
              "deepseek-v4-pro": [110, 484, 720, 754, 824, 3262]},
 }
+# The best of these in most cells, Humming per channel, adds up all products of a row in the sums of the multiply, by its
+# source: as --fast-accumulation does.
+RIVALS["W8A8, fast"] = RIVALS["W8A8"]
 
 
 def bar(floor, scheme, bits, tokens, experts, top_k):
-    """us, or None: there is no bar for 16-bit weights."""
-    if bits > 9:
+    """us, or None: there is no bar for 16-bit weights, nor for sums of fewer bits."""
+    if bits > 9 or scheme == FAST:
         return None
     few_bits, fp8, int8 = bits < 5, "_afp8" in scheme, scheme.endswith("_aint8")
     if tokens > 128:
@@ -71,7 +75,9 @@ def bar(floor, scheme, bits, tokens, experts, top_k):
 
 
 def class_of(scheme, bits):
-    return None if bits > 9 or scheme.endswith("_aint8") else f"W{4 if bits < 5 else 8}A{8 if '_afp8' in scheme else 16}"
+    if bits > 9 or scheme.endswith("_aint8"):
+        return None
+    return "W8A8, fast" if scheme == FAST else f"W{4 if bits < 5 else 8}A{8 if '_afp8' in scheme else 16}"
 
 
 def cell(row, limit):
@@ -83,7 +89,7 @@ def compare(rows, bits):
     the geometric mean over layers, and the worst of them."""
     best = {}
     for row in rows:
-        kind = class_of(row["scheme"], bits[row["scheme"]])
+        kind = class_of(row["scheme"], bits[row["scheme"].split()[0]])
         if row["from"] != "ids" or row["tokens"] not in RIVAL_TOKENS or row["layer"] not in RIVALS.get(kind, {}):
             continue
         rival = RIVALS[kind][row["layer"]][RIVAL_TOKENS.index(row["tokens"])]
@@ -123,15 +129,16 @@ def main():
     for layer, (experts, top_k, schemes) in LAYERS.items():
         if arguments.quick and layer not in QUICK or arguments.many and "," in layer:
             continue
-        if arguments.many and layer != "gpt-oss-120b":
-            schemes = MANY
+        if arguments.many:
+            schemes = [*schemes, FAST] if layer == "gpt-oss-120b" else MANY
         for scheme in QUICK[layer] if arguments.quick else schemes:
-            done = tool("bench", "--backend", "cuda", "--shape" if "," in layer else "--model", layer, "--scheme", scheme,
-                        "--tokens", ",".join(map(str, tokens)), "--from", ",".join(ways), "--seconds", arguments.seconds,
-                        "--weight-bytes", arguments.weight_bytes)["rows"]
-            rows += [{"layer": layer, **row} for row in done]
+            name, *options = scheme.split()
+            done = tool("bench", "--backend", "cuda", "--shape" if "," in layer else "--model", layer, "--scheme", name,
+                        *options, "--tokens", ",".join(map(str, tokens)), "--from", ",".join(ways),
+                        "--seconds", arguments.seconds, "--weight-bytes", arguments.weight_bytes)["rows"]
+            rows += [{"layer": layer, **row, "scheme": scheme} for row in done]
             floors = {row["tokens"]: row["us_floor"] for row in done if row["from"] == "ids"}
-            limits = {t: bar(floors[t], scheme, bits[scheme], t, experts, top_k) for t in tokens}
+            limits = {t: bar(floors[t], scheme, bits[name], t, experts, top_k) for t in tokens}
             print(f"| {layer} | `{scheme}` | *floor* | " + " | ".join(f"{floors[t]:.1f}" for t in tokens) + " |")
             for way in ways:
                 cells = [row for row in done if row["from"] == way]

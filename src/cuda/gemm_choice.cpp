@@ -41,10 +41,10 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
            : kernel.threads > 3 * 128 ? Costs{567, 3.5, 21, 1.22}
                                       : Costs{800, 5.7, 81, 1.08};
   if (of_bytes && bits == 8)
-    return few                         ? Costs{80, 11.7, 1}
-           : kernel.threads > 3 * 128  ? Costs{242, 10.2, 31}
-           : format.value.is_integer() ? Costs{161, 6.8, 32, 1.02}
-                                       : Costs{161, 6.8, 21, 1.2};
+    return few                                  ? Costs{80, 11.7, 1}
+           : kernel.threads > 3 * 128           ? Costs{242, 10.2, 31}
+           : kernel.tokens == kMostTokensOfTile ? Costs{161, 6.8, 32, 1.02}
+                                                : Costs{161, 6.8, 21, 1.2};
   if (of_bytes)
     return few                                  ? Costs{690, 10.3, 28}
            : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
