@@ -3,7 +3,7 @@
 
 A cell is the time of a call in us and, in brackets, its ratio to the bar: what reading the weights or multiplying takes
 (the larger, measured in the same run), and a few per cent and us more. Then, from ids, how many times as fast as the
-best of the other kernels that were measured. --quick: two layers, fewer token counts; --many: 512 tokens and more.
+best of the other kernels that were measured. --quick: two layers, fewer token counts; --many: 64 tokens and more, from ids.
 """
 import argparse
 import json

@@ -38,8 +38,8 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
                                                : Costs{366, 4.3, 23, 1.1};
   if (of_bytes && format.banded)
     return few                        ? Costs{80, 11.7, 1, 1.9}
-           : kernel.threads > 3 * 128 ? Costs{567, 3.5, 21, 1.22}
-                                      : Costs{800, 5.7, 81, 1.08};
+           : kernel.threads > 3 * 128 ? Costs{440, 5.0, 16}
+                                      : Costs{723, 7.6, 45};
   if (of_bytes && bits == 8)
     return few                                  ? Costs{80, 11.7, 1}
            : kernel.threads > 3 * 128           ? Costs{242, 10.2, 31}

@@ -106,7 +106,7 @@ class LayerRun {
     const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
                      down = choice_.kernel(weights_.down.wide);
     const GemmRouting by_gate_up = route(per_slot, gate_up);
-    GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, tiled()));
+    GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, gate_up));
     first.routing = by_gate_up;
     first.bias = weights_.gate_bias;
     first.up_bias = weights_.up_bias;
@@ -129,11 +129,11 @@ class LayerRun {
       if (tiled()) in.first_weights = first_weights(first);
       then("round inputs", launch_inputs, in, stream_);
     }
-    GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, tiled()));
+    GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, down));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
     const InputArgs rounding = round_mid(b_.routed, slots_, per_slot, down);
-    const InputArgs* rounded = rounding.activation.quantized() ? &rounding : nullptr;
+    const InputArgs* rounded = rounding.activation.quantized() && !gate_up.rounds ? &rounding : nullptr;
     std::int32_t* const progress = b_.progress.at(base_);
     const auto counter = [&](const GemmKernel& kernel, int i) {
       return kernel.counts ? progress + i : nullptr;
@@ -273,7 +273,8 @@ class LayerRun {
   }
 
   /// A multiply of all rows by one expert, without biases.
-  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind, bool tiled) const {
+  GemmArgs gemm(const FfnBuffers& ffn, const DeviceMatrices& m, GemmKind kind,
+                const GemmKernel& kernel) const {
     const bool down = kind == GemmKind::down;
     const std::int64_t n = down ? spec_.hidden : ffn.intermediate, k = down ? ffn.intermediate : spec_.hidden;
     const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme), m.wide), n, k, down ? 1 : 2);
@@ -283,7 +284,7 @@ class LayerRun {
                   .steps = static_cast<std::int32_t>(shape.records),
                   .rows = static_cast<std::int32_t>(n),
                   .slots = tokens_,
-                  .inputs = (down ? ffn.mid : ffn.in).gemm(base_, tiled),
+                  .inputs = (down ? ffn.mid : ffn.in).gemm(base_, kernel.tiled),
                   .routing = {},
                   .routed_early = true,
                   .kind = kind,
@@ -292,13 +293,17 @@ class LayerRun {
     if (down) {
       args.out = ffn.out.at(base_);
       args.out_stride = spec_.hidden;
+    } else if (kernel.rounds) {
+      args.out = ffn.mid.rows.at(base_);
+      args.out_tile_rows = ffn.mid.tile_rows;
+      args.out_record_scales = ffn.mid.record_scales.at(base_);
     } else if (a.quantized()) {
       args.out = ffn.mid_sums.at(base_);
       args.out_stride = ffn.intermediate;
     } else {
       args.out = ffn.mid.rows.at(base_);
       args.out_stride = ffn.mid.stride;
-      args.out_tile_rows = tiled ? ffn.mid.tile_rows : 0;
+      args.out_tile_rows = kernel.tiled ? ffn.mid.tile_rows : 0;
       args.out_dtype = a.value == formats::f16 ? DType::f16 : DType::bf16;
     }
     return args;
@@ -346,12 +351,11 @@ class LayerRun {
     then("round shared inputs", launch_inputs,
          ffn.in.args(base_, call_.inputs.hidden, tokens_, gate_up.order(ffn.scheme)), stream_);
     then("multiply by the shared gate and up", launch_gemm, gate_up,
-         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up.tiled), nullptr, multiprocessors(),
-         stream_);
-    if (ffn.mid.activation.quantized())
+         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up), nullptr, multiprocessors(), stream_);
+    if (ffn.mid.activation.quantized() && !gate_up.rounds)
       then("round the shared intermediate", launch_inputs, round_mid(ffn, tokens_, false, down), stream_);
     then("multiply by the shared down", launch_gemm, down,
-         gemm(ffn, weights_.shared_down, GemmKind::down, down.tiled), nullptr, multiprocessors(), stream_);
+         gemm(ffn, weights_.shared_down, GemmKind::down, down), nullptr, multiprocessors(), stream_);
   }
 
   CombineArgs combine() const {

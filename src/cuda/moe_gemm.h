@@ -97,8 +97,10 @@ struct GemmArgs {
   const float *bias = nullptr, *up_bias = nullptr;  ///< [experts, rows], or nullptr
   void* out = nullptr;                              ///< [slots, out_stride]
   std::int64_t out_stride = 0;
-  std::int32_t out_tile_rows = 0;  ///< of 16-bit outputs of gate_up, which down reads: GemmInputs::tile_rows
-  DType out_dtype = DType::f32;
+  std::int32_t out_tile_rows = 0;  ///< of outputs of gate_up that down reads: GemmInputs::tile_rows
+  /// Of codes that gate_up leaves (GemmKernel::rounds): GemmInputs::record_scales.
+  float* out_record_scales = nullptr;
+  DType out_dtype = DType::f32;  ///< unless outputs are codes
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
   std::int32_t band_items = 1;   ///< the most of a band of whole items; set by the launch
   std::int32_t whole_items = 0;  ///< of all slots, by one expert or part; set by the launch
@@ -176,6 +178,7 @@ struct GemmKernel {
   int team_groups = 1;     ///< groups that keep a team's warps busy, by items of all their tokens
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
+  bool rounds = false;           ///< gate and up leave codes with scales of records, not sums
   bool counts = false;           ///< launches of one multiply have a counter, by which blocks take tiles
   const void* chain = nullptr;   ///< for two multiplies in one launch (moe_chain.h), or nullptr
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers

@@ -37,6 +37,7 @@ GemmKernel kernel_of() {
           .tile_groups = T::groups,
           .may_share = T::may_share,
           .tiled = true,
+          .rounds = T::rounds_channels,
           .counts = T::counts && !T::few,
           .chain = chain,
           .byte_order = byte_order(T::P)};

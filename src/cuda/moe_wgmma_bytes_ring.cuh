@@ -72,6 +72,8 @@ struct ByteTraits {
   static constexpr int threads = (warps + 4) * 32;
   /// Pieces of rows, where tokens are rows; groups of a tile.
   static constexpr int pieces = token_rows ? (most ? 1 : 2) : 0;
+  /// Channels of a tile are a record of each token, whose scale an end can find.
+  static constexpr bool rounds_channels = pieces * kPieceRows == 2 * kRecordColumns;
   static constexpr int groups = token_rows ? pieces * kPieceGroups : warps * units / kGroupUnits;
   /// Of the threads that multiply, and of those that fill the rings: together, what all are launched with.
   static constexpr int registers = warps == 16   ? 104

@@ -13,6 +13,7 @@
 
 #include "cuda/moe_wgmma.cuh"
 #include "cuda/moe_wgmma_bytes_ring.cuh"
+#include "cuda/rounding.cuh"
 #include "cuda/wgmma_bytes.cuh"
 
 namespace gatefold::cuda {
@@ -157,58 +158,160 @@ class WarpTokens {
     shared_ = memory + Stages<T>::ends_at + thread / 32 * (kWarpTokens * kRows * 2);
   }
 
-  /// Sums become results, which are stored: what gate and up leave is f32, as it is rounded to codes later.
+  /// Sums become results, which are stored: what gate and up leave is codes, or f32 that is rounded later.
   __device__ __forceinline__ void finish(UnitResult<T>& result) {
     if (first_token_ >= tile_.count) return;
+    if (!gate_up_) return finish_rows(result);
+    if constexpr (T::rounds_channels)
+      round_channels(result);
+    else
+      finish_channels(result);
+  }
+
+ private:
+  /// So many numbers lie at multiples of their bytes, and rows that the matrix lacks do not share them.
+  __device__ __forceinline__ bool whole(int numbers, int bytes) const {
+    return args_.rows % numbers == 0 && args_.out_stride % numbers == 0 && args_.part_out % numbers == 0 &&
+           reinterpret_cast<std::uintptr_t>(args_.out) % bytes == 0;
+  }
+  __device__ __forceinline__ void finish_rows(UnitResult<T>& result) {
     const bool f32 = args_.out_dtype == DType::f32, bf16 = args_.out_dtype == DType::bf16;
-    const Activation& by = args_.activation;
-    // So many numbers lie at multiples of their bytes, and rows that the matrix lacks do not share them.
-    const auto whole = [&](int numbers, int bytes) {
-      return args_.rows % numbers == 0 && args_.out_stride % numbers == 0 && args_.part_out % numbers == 0 &&
-             reinterpret_cast<std::uintptr_t>(args_.out) % bytes == 0;
-    };
-    if (!gate_up_ && f32 && whole(2, 8)) {
+    if (f32 && whole(2, 8))
       finish_chunks(result, [&](Sums& own) { store_pairs<1>(own); });
-    } else if (!gate_up_ && !f32 && whole(8, 16)) {
+    else if (!f32 && whole(8, 16))
       finish_chunks(result, [&](Sums& own) { store_narrow_rows(own); });
-    } else if (!gate_up_) {
+    else
       finish_chunks_in_turn(result, [&](Sums& own) {
         f32 ? store_one_by_one<float, 1>(own, [](float x) { return x; })
             : store_one_by_one<std::uint16_t, 1>(own, [&](float x) { return narrow(x, bf16); });
       });
-    } else if (is_geglu(by) || !whole(2, 8)) {
-      finish_chunks_in_turn(result, [&](Sums& own) {
-        for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
-        store_one_by_one<float, 2>(own, [](float x) { return x; });
-      });
-    } else if (is_plain_swiglu(by)) {
-      finish_chunks(result, [&](Sums& own) {
-        for_channels(own, [&](float gate, float up) { return swiglu<true>(by, gate, up); });
-        store_pairs<2>(own);
-      });
-    } else {
-      finish_chunks(result, [&](Sums& own) {
-        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
-        store_pairs<2>(own);
-      });
-    }
+  }
+  __device__ __forceinline__ void finish_channels(UnitResult<T>& result) {
+    if (whole(2, 8) && !is_geglu(args_.activation))
+      for_all_swiglu(result, [&](Sums& own) { store_pairs<2>(own); });
+    else
+      for_all_in_turn(result, [&](Sums& own) { store_one_by_one<float, 2>(own, [](float x) { return x; }); });
   }
 
- private:
-  template <class Store>
-  __device__ __forceinline__ void finish_chunks(const UnitResult<T>& result, Store&& store) {
+  /// Channels of a tile, a record of each token, become codes.
+  __device__ __forceinline__ void round_channels(UnitResult<T>& result) {
+    const auto leave = [](Sums&) {};
+    is_geglu(args_.activation) ? for_all_in_turn(result, leave) : for_all_swiglu(result, leave);
+    constexpr int kEights = kRecordColumns / 8;
+    Elements<formats::f32, kEights * 2> channels[2];  // of both tokens, of each 8 channels this lane's two
+#pragma unroll
+    for (int i = 0; i < kEights * 4; ++i) {
+      const int eight = i / 4, c = i % 2, channel = tile_.first_group * (kRows / 2) + eight * 8 + row_ + c;
+      // Two blocks of a tile, gates and ups, are 8 channels.
+      const float x = result.sums[eight * 8 + i % 4];
+      channels[i % 4 / 2].words[eight * 2 + c] = channel < args_.rows ? __float_as_uint(x) : 0;
+    }
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const auto range = channels[t].range();
+      const float amax = group_max<4>(range.amax);
+      const auto factors = GroupFactors::of<RoundedTo<T>>({}, amax);
+      const FastDivider divider(factors.divisor);
+      std::uint32_t words[4][2];
+      if (__all_sync(~0u, !has_token(t) || (range.finite && divider.fits(amax))))
+        encode_pairs(channels[t], divider, words);
+      else
+        encode_pairs(channels[t], AnyDivider(factors.divisor), words);
+      uint4 pieces[2];
+      bring_together(words, pieces);
+      if (!has_token(t)) continue;
+      const std::int64_t row =
+          tile_.first_group * (kRows / 2) / kRecordColumns * static_cast<std::int64_t>(args_.out_tile_rows) +
+          tile_.row + first_token_ + lane_ / 4 + 8 * t;
+      auto* const out = static_cast<uint4*>(args_.out) + row * (kRecordColumns / 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) out[(lane_ % 4 * 2 + i) ^ lane_ / 4] = pieces[i];
+      if (lane_ % 4 == 0) args_.out_record_scales[row] = factors.record;
+    }
+  }
+  /// Quotients of 2 of each 8 channels as codes: words[q][i] are of channels 64 i + 8 q on and 32 further.
+  template <class Divider>
+  static __device__ __forceinline__ void encode_pairs(
+      const Elements<formats::f32, kRecordColumns / 4>& channels, const Divider& divider,
+      std::uint32_t (&words)[4][2]) {
+    const auto pair = [&](int eight) {
+      return encode_pair<RoundedTo<T>::operand.value>(divider.quotient(channels[2 * eight]),
+                                                      divider.quotient(channels[2 * eight + 1]));
+    };
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int eight = i % 2 * 8 + i / 2;
+      words[i / 2][i % 2] = pair(eight) | pair(eight + 4) << 16;
+    }
+  }
+  /// By 4 lanes: of those words lane q gets all that have its q, in the order of records of 8 bits (Store).
+  __device__ __forceinline__ void bring_together(const std::uint32_t (&words)[4][2],
+                                                 uint4 (&pieces)[2]) const {
+    static_assert(byte_order(T::P) == 0x75643120 && !T::P.folded);
+    const bool odd = lane_ % 2 != 0, upper = lane_ % 4 >= 2;
+    std::uint32_t fours[2][4];  // half of 8 channels each, of 32 i on
+#pragma unroll
+    for (int q = 0; q < 4; q += 2)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::uint32_t own = odd ? words[q + 1][i] : words[q][i],
+                            other = __shfl_xor_sync(~0u, odd ? words[q][i] : words[q + 1][i], 1);
+        fours[q / 2][2 * i] = __byte_perm(own, other, odd ? 0x1504 : 0x5140);
+        fours[q / 2][2 * i + 1] = __byte_perm(own, other, odd ? 0x3726 : 0x7362);
+      }
+    std::uint32_t halves[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t own = upper ? fours[1][i] : fours[0][i],
+                          other = __shfl_xor_sync(~0u, upper ? fours[0][i] : fours[1][i], 2);
+      halves[i][0] = upper ? other : own;
+      halves[i][1] = upper ? own : other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      pieces[i] = {halves[2 * i][0], halves[2 * i][1], halves[2 * i + 1][0], halves[2 * i + 1][1]};
+  }
+
+  /// Gates and ups become channels, in the places of gates, and then finish(sums).
+  template <class Finish>
+  __device__ __forceinline__ void for_all_swiglu(UnitResult<T>& result, Finish&& finish) {
+    const Activation& by = args_.activation;
+    if (is_plain_swiglu(by))
+      finish_chunks(result, [&](Sums& own) {
+        for_channels(own, [&](float gate, float up) { return swiglu<true>(by, gate, up); });
+        finish(own);
+      });
+    else
+      finish_chunks(result, [&](Sums& own) {
+        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
+        finish(own);
+      });
+  }
+  /// The same of any activation, with little code.
+  template <class Finish>
+  __device__ __forceinline__ void for_all_in_turn(UnitResult<T>& result, Finish&& finish) {
+    finish_chunks_in_turn(result, [&](Sums& own) {
+      for_channels(own, [&](float gate, float up) { return activate(args_.activation, gate, up); });
+      finish(own);
+    });
+  }
+  /// finish(sums) may change them.
+  template <class Finish>
+  __device__ __forceinline__ void finish_chunks(UnitResult<T>& result, Finish&& finish) {
+    constexpr int each = kRows / 2;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       Sums own;
 #pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) own[i] = result.sums[chunk * (kRows / 2) + i];
-      finish_chunk(own, chunk, store);
+      for (int i = 0; i < each; ++i) own[i] = result.sums[chunk * each + i];
+      finish_chunk(own, chunk, finish);
+#pragma unroll
+      for (int i = 0; i < each; ++i) result.sums[chunk * each + i] = own[i];
     }
   }
-  /// The same with little code: the chunk that is finished is always in the first registers, the others move
-  /// on.
-  template <class Store>
-  __device__ __forceinline__ void finish_chunks_in_turn(UnitResult<T>& result, Store&& store) {
+  /// The same with little code: the chunk that is finished is always in the first registers, and all move on.
+  template <class Finish>
+  __device__ __forceinline__ void finish_chunks_in_turn(UnitResult<T>& result, Finish&& finish) {
     constexpr int each = kRows / 2;
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -217,11 +320,13 @@ class WarpTokens {
       for (int i = 0; i < each; ++i) own[i] = result.sums[i];
 #pragma unroll
       for (int i = 0; i < (kChunks - 1) * each; ++i) result.sums[i] = result.sums[i + each];
-      finish_chunk(own, chunk, store);
+      finish_chunk(own, chunk, finish);
+#pragma unroll
+      for (int i = 0; i < each; ++i) result.sums[(kChunks - 1) * each + i] = own[i];
     }
   }
-  template <class Store>
-  __device__ __forceinline__ void finish_chunk(Sums& own, int chunk, Store&& store) {
+  template <class Finish>
+  __device__ __forceinline__ void finish_chunk(Sums& own, int chunk, Finish&& finish) {
     group_ = tile_.first_group + chunk;
     if (group_ >= args_.groups) return;
     if constexpr (T::P.row_scale) {
@@ -235,7 +340,7 @@ class WarpTokens {
     }
     if (args_.bias != nullptr) add_bias(own, args_.bias, gate_up_ ? 2 : 1, 0);
     if (gate_up_ && args_.up_bias != nullptr) add_bias(own, args_.up_bias, 2, 1);
-    store(own);
+    finish(own);
   }
   /// To blocks first, first + step, ..
   __device__ __forceinline__ void add_bias(Sums& own, const float* bias, int step, int first) const {

@@ -1,4 +1,7 @@
-// Layers whose results are bf16, beside the same ones in f32.
+// What tiles leave: results in bf16, beside the same ones in f32, and codes, beside those of a kernel that
+// rounds.
+#include <bit>
+
 #include "../moe_layer.h"
 #include "gatefold/codec.h"
 #include "gpu.h"
@@ -11,6 +14,17 @@ struct Routed {
   std::vector<std::int32_t> ids;
   std::vector<float> weights;
 };
+
+/// To two of three experts.
+Routed route(std::size_t tokens) {
+  Routed routed;
+  for (std::size_t t = 0; t < tokens; ++t)
+    for (std::size_t i = 0; i < 2; ++i) {
+      routed.ids.push_back(static_cast<std::int32_t>((t * t + i) % 3));
+      routed.weights.push_back(i == 0 ? 0.625f : 0.375f);
+    }
+  return routed;
+}
 
 class NarrowResults : public GpuTest {
  protected:
@@ -56,12 +70,7 @@ TEST_F(NarrowResults, OfEveryCandidate) {
         options.cuda_tuning = candidate.tuning;
         const auto x =
             codes_of<formats::bf16>(layer.numbers(tokens * static_cast<std::size_t>(hidden), 1.0f));
-        Routed routed;
-        for (std::size_t t = 0; t < tokens; ++t)
-          for (std::size_t i = 0; i < 2; ++i) {
-            routed.ids.push_back(static_cast<std::int32_t>((t * t + i) % 3));
-            routed.weights.push_back(i == 0 ? 0.625f : 0.375f);
-          }
+        const Routed routed = route(tokens);
         const auto plan = MoePlan::create(spec, options, Device::cuda());
         ASSERT_TRUE(plan.ok()) << plan.status().message();
         const auto expected = run<float>(*plan, weights, x, routed, DType::f32);
@@ -70,6 +79,40 @@ TEST_F(NarrowResults, OfEveryCandidate) {
           out.push_back(decode<formats::bf16>(code));
         EXPECT_LE(relative_l2(out, {expected.begin(), expected.end()}), 0x1p-8);
       }
+  }
+}
+
+// Tiles of 128 tokens leave the codes of a kernel that rounds what those of 192 leave, whatever the numbers
+// are.
+TEST_F(NarrowResults, Codes) {
+  constexpr std::size_t tokens = 301, hidden = 256;
+  for (const int intermediate : {128, 200, 258}) {
+    SCOPED_TRACE(intermediate);
+    MoeSpec spec;
+    spec.scheme = SchemeId::fp8_block_afp8;
+    spec.experts = 3;
+    spec.top_k = 2;
+    spec.hidden = hidden;
+    spec.intermediate = intermediate;
+    Layer layer(spec);
+    std::vector<float> numbers = layer.numbers(tokens * hidden, 1.0f);
+    // Zeros; scales that are too small and too large to divide by as usual; Inf and NaN.
+    for (const auto& [token, factor] :
+         {std::pair<std::size_t, float>{0, 0.0f}, {1, 1e-20f}, {2, 1e15f}, {3, 1e30f}})
+      for (std::size_t i = 0; i < hidden; ++i) numbers[token * hidden + i] *= factor;
+    const auto x = codes_of<formats::bf16>(numbers);
+    PlanOptions options{.max_tokens = tokens, .debug_workspace = true};
+    const ExpertWeights weights = layer.weights(options, Device::cuda());
+    std::vector<std::vector<std::uint32_t>> bits;
+    for (const int tile : {128, 192}) {
+      options.cuda_tuning = CudaTuning{CudaTuning::Body::warpgroups, tile};
+      const auto plan = MoePlan::create(spec, options, Device::cuda());
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      bits.emplace_back();
+      for (const float value : run<float>(*plan, weights, x, route(tokens), DType::f32))
+        bits.back().push_back(std::bit_cast<std::uint32_t>(value));
+    }
+    EXPECT_EQ(bits[0], bits[1]);
   }
 }
 
