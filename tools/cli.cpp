@@ -151,8 +151,9 @@ void add_batch_invariant(CLI::App* command, bool& batch_invariant) {
 }
 
 void add_fast_accumulation(CLI::App* command, bool& fast_accumulation) {
-  command->add_flag("--fast-accumulation", fast_accumulation,
-                    "On a GPU, fp8 by fp8 is added up with about 14 bits: faster, and off by 1e-3");
+  command->add_flag(
+      "--fast-accumulation", fast_accumulation,
+      "On a GPU, fp8 by fp8, and by int4, is added up with about 14 bits: faster, and off by 1e-3");
 }
 
 void add_backend(CLI::App* command, Device& device) {

@@ -110,7 +110,8 @@ struct PlanOptions {
   bool batch_invariant = false;
   /// CUDA plans add all products of fp8 by fp8 weights with scales per tensor or row to the same sums, which
   /// keep about 14 bits, as fast accumulation does elsewhere: faster, and an error of 1e-3 instead of 1.4e-4
-  /// for rows of 7168. Others, and CPU plans, do not change.
+  /// for rows of 7168. So do fp8 by int4 in groups of 128, but not with batch_invariant, and only in calls of
+  /// so many tokens that this is faster. Others, and CPU plans, do not change.
   bool fast_accumulation = false;
   std::string kernel = {};  ///< only kernels whose name contains this; empty: the best
 };

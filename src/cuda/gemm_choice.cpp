@@ -48,7 +48,8 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
   if (of_bytes)
     return few                                  ? Costs{690, 10.3, 28}
            : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
-                                                : Costs{490, 4.5, 21};
+           : kernel.tokens < kMostTokensOfTile  ? Costs{490, 4.5, 21}
+                                                : Costs{490, 4.0, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 110} : Costs{745, 21.7, 111};
   if (bits == 8) return few ? Costs{1100, 16.2, 34, 1, 20000} : Costs{903, 18.6, 100};
   return few ? Costs{800, 16.6, 45, 1, 8000} : Costs{800, 16.5, 57};
@@ -295,8 +296,12 @@ Result<GemmTable> GemmTable::create(const GemmWork& work, const DeviceInfo& devi
                                     const GemmTableOptions& options) {
   GemmTable table;
   table.work_ = work;
+  // Not where only items of many tokens can be added up so.
+  if (options.batch_invariant &&
+      find_warpgroup_gemm(work.scheme, false, InputKind::e4m3_fast, kTileTokens).function == nullptr)
+    table.work_.fast_accumulation = false;
   table.multiprocessors_ = device.multiprocessors;
-  const std::vector<GemmChoice> all = find_choices(work);
+  const std::vector<GemmChoice> all = find_choices(table.work_);
   for (const GemmChoice& choice : all)
     if ((!options.batch_invariant || choice.tuning.body == CudaTuning::Body::warpgroups) &&
         (!options.forced || choice.tuning == *options.forced))

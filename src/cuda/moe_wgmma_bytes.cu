@@ -47,13 +47,16 @@ template <class S, bool kWide>
 GemmKernel kernel_for(InputKind input, int tokens) {
   GemmKernel found;
   const auto make = [&]<InputKind kInput>() {
+    using Few = ByteTraits<S, kWide, kInput, TileSize::few>;
+    using Some = ByteTraits<S, kWide, kInput, TileSize::some>;
+    using Many = ByteTraits<S, kWide, kInput, TileSize::many>;
+    using Most = ByteTraits<S, kWide, kInput, TileSize::most>;
     if constexpr (has_kind(S::id, kInput == InputKind::e4m3_fast ? InputKind::e4m3 : kInput) &&
-                  ByteTraits<S, kWide, kInput, TileSize::many>::possible)
-      if (input == kInput) {
-        using Few = ByteTraits<S, kWide, kInput, TileSize::few>;
-        using Some = ByteTraits<S, kWide, kInput, TileSize::some>;
-        using Many = ByteTraits<S, kWide, kInput, TileSize::many>;
-        using Most = ByteTraits<S, kWide, kInput, TileSize::most>;
+                  Most::possible) {
+      if (input != kInput) return;
+      if constexpr (!Many::possible) {
+        if (tokens > kTokensOfTwoUnits) found = kernel_of<Most>();
+      } else {
         if constexpr (Some::possible)
           if (tokens > Few::tokens && tokens <= Some::tokens) found = kernel_of<Some>();
         if (found.function == nullptr)
@@ -61,6 +64,7 @@ GemmKernel kernel_for(InputKind input, int tokens) {
                   : tokens <= Many::tokens ? kernel_of<Many>()
                                            : kernel_of<Most>();
       }
+    }
   };
   make.template operator()<InputKind::e4m3>();
   make.template operator()<InputKind::e4m3_fast>();

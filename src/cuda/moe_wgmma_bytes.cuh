@@ -138,6 +138,21 @@ __device__ __forceinline__ Tile leave_tile(const WarpgroupRing<T>& ring, const R
   release_weights<T>(barriers, at);
   return tile;
 }
+/// Sums, whose multiplies are done, from one record's scales to the next one's. Where those are 0, its codes
+/// are, too.
+template <int kSums>
+__device__ __forceinline__ void change_units(float (&sums)[kSums], const float (&scales)[2],
+                                             float (&next)[2]) {
+  float factors[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (fabsf(next[r]) < 0x1p-126f) next[r] = scales[r];
+    factors[r] = scales[r] * reciprocal(next[r]);
+  }
+  take_sums(sums);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] *= factors[i / 2 % 2];
+}
 template <class T, int kSums>
 __device__ __forceinline__ void leave_sums(const float (&sums)[kSums], UnitResult<T>& result) {
 #pragma unroll
@@ -308,14 +323,17 @@ requires(T::bytes && !T::from_memory && T::most) __device__ __forceinline__ Tile
     loaded.load(memory + at.weights.index * T::weight_bytes, place, of_stage, ring.tables);
   };
   int left = args.steps;  // that are not multiplied
-  float scales[2][2];
+  float scales[2][2], unit[2];
   const auto decode = [&](int step, int first, int end) {
     fragments[step].decode(loaded, first, end);
-    if constexpr (T::parts)
+    if constexpr (T::parts || T::changes_units)
       if (end == kBlocks) loaded.part_scales(scales[step]);
   };
   load(0);
   decode(0, 0, kBlocks);
+  if constexpr (T::changes_units)
+    for (float& scale : scales[0])
+      if (fabsf(scale) < 0x1p-126f) scale = 1;
   if (left > 1) load(1);
   /// The rows of a stage of activations; the same for all lanes.
   const auto rows_of = [&](const StagePlace& stage) {
@@ -346,6 +364,12 @@ requires(T::bytes && !T::from_memory && T::most) __device__ __forceinline__ Tile
       }
       wait_for_multiplies<0>();
       if constexpr (T::parts) add_part<T, kIndex * kPiece, kPiece>(sums, part, scales[kStep]);
+      if constexpr (T::changes_units) {
+        if (last)
+          unit[0] = scales[kStep][0], unit[1] = scales[kStep][1];
+        else
+          change_units(sums, scales[kStep], scales[1 - kStep]);
+      }
     };
     multiply_piece.template operator()<0>();
     if constexpr (kPieces > 1) multiply_piece.template operator()<1>();
@@ -359,6 +383,7 @@ requires(T::bytes && !T::from_memory && T::most) __device__ __forceinline__ Tile
   }
   take_sums(sums);
   leave_sums<T>(sums, result[0]);
+  if constexpr (T::changes_units) result[0].unit[0] = unit[0], result[0].unit[1] = unit[1];
   return leave_tile<T>(ring, barriers, at);
 }
 

@@ -30,9 +30,11 @@ struct ByteTraits {
   static constexpr bool record_scales = Plain::record_scales;
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
-  /// Whether sums of a record are kept by themselves until they are added to the others, in f32.
+  /// Whether all products are added to the same sums, which the end of a step brings into units of the next
+  /// record's scale; or sums of a record are kept by themselves until they are added to the others, in f32.
   static constexpr bool fast = kInput == InputKind::e4m3_fast || P.for_bytes;
-  static constexpr bool parts = Plain::scaled_groups || (M == formats::e4m3 && !fast);
+  static constexpr bool changes_units = fast && Plain::scaled_groups;
+  static constexpr bool parts = !changes_units && (Plain::scaled_groups || (M == formats::e4m3 && !fast));
   /// Where nothing is done to operands or to sums, multiplies are so fast that reading tokens from the L2
   /// cache may take as long.
   static constexpr bool may_share = !few && from_memory && !record_scales, counts = !may_share;
@@ -41,6 +43,7 @@ struct ByteTraits {
   static constexpr bool possible = fits_bytes(P, M) && (P.for_bytes || P.group == kRecordColumns) &&
                                    !P.zeros && (!some || P.for_bytes) &&
                                    (kInput != InputKind::e4m3_fast || !(parts || P.for_bytes)) &&
+                                   (!changes_units || kSize == TileSize::most) &&
                                    (from_memory ? P.record_bytes() == P.value_bytes() : !record_scales);
   static constexpr int record_bytes = Plain::record_bytes, step_bytes = Plain::step_bytes;
   static constexpr int step_extra_bytes = Plain::step_extra_bytes, extra_stride = Plain::extra_stride;
@@ -56,7 +59,8 @@ struct ByteTraits {
       : few         ? (from_memory || !parts ? kFewTokensOfBytes : kFewTokensWithParts)
       : from_memory ? (parts ? (most ? 192 : 128) : (most ? kMostTokensOfTile : kManyTokensOfTile))
       : P.for_bytes ? (most ? kMostTokensOfTile : 128)
-                    : (most ? 192 : kTokensOfTwoUnits);
+      : most        ? (parts ? 192 : kMostTokensOfTile)
+                    : kTokensOfTwoUnits;
   static constexpr TokenLoops loops =
       (few          ? (from_memory ? TokenLoops{{32, 48, 64}} : TokenLoops{{8, 16, 24, 32, 48, 64, 80}})
        : token_rows ? TokenLoops{{64, 128, 192}}

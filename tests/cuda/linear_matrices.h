@@ -51,7 +51,11 @@ struct Matrices {
   /// `scales`: in which scales of groups are stored; those of the scheme, if it has none in 16 bits.
   Matrices(SchemeId id, std::size_t count, std::int64_t n, std::int64_t k, Format scales = formats::bf16) {
     for (std::size_t i = 0; i < count; ++i) {
-      const auto values = random_values(static_cast<std::size_t>(n * k), static_cast<unsigned>(20 + i));
+      auto values = random_values(static_cast<std::size_t>(n * k), static_cast<unsigned>(20 + i));
+      // Groups whose scales are 0: at the begin of a row, and after others.
+      for (const auto& [row, first] : {std::pair<std::int64_t, std::int64_t>{3, 0}, {5, 128}})
+        for (std::int64_t col = first; row < n && col < std::min<std::int64_t>(k, 256); ++col)
+          values[static_cast<std::size_t>(row * k + col)] = 0;
       auto matrix = quantize(id, {values.data(), DType::f32, n, k});
       EXPECT_TRUE(matrix.ok()) << matrix.status().message();
       if (scales != formats::bf16 && cuda::may_be_wide(scheme(id).weight)) {

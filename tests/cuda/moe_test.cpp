@@ -127,6 +127,7 @@ class EveryScheme : public GpuMoe, public testing::WithParamInterface<SchemeAndT
     spec.act_dtype = std::get<1>(GetParam());
     return spec;
   }
+  void check_batch_invariant(bool fast_accumulation);
 };
 
 TEST_P(EveryScheme, TokenCounts) {
@@ -191,12 +192,13 @@ TEST_P(EveryScheme, EveryCandidate) {
 }
 
 // A token alone has the bits that it has among others.
-TEST_P(EveryScheme, BatchInvariant) {
+void EveryScheme::check_batch_invariant(bool fast_accumulation) {
   MoeSpec spec = small_spec();
   spec.shared = {.intermediate = 128, .gated = true, .scheme = spec.scheme};
   if (scheme(id()).batch_dependent()) return;
   Layer layer(spec);
-  const PlanOptions options{.max_tokens = 150, .batch_invariant = true};
+  const PlanOptions options{
+      .max_tokens = 150, .batch_invariant = true, .fast_accumulation = fast_accumulation};
   const auto plan = MoePlan::create(spec, options, kGpu);
   const Format weight = scheme(id()).weight.value;
   if (weight.bits == 16 && (weight == formats::bf16) != (spec.act_dtype == DType::bf16)) {
@@ -221,6 +223,11 @@ TEST_P(EveryScheme, BatchInvariant) {
     EXPECT_EQ(run(layer, options, weights, some, of_some), part(together, first, count, 256))
         << count << " tokens from " << first;
   }
+}
+
+TEST_P(EveryScheme, BatchInvariant) {
+  check_batch_invariant(false);
+  if (scheme(id()).activation.value == formats::e4m3) check_batch_invariant(true);
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, EveryScheme, every_scheme_and_type(), scheme_and_type);
