@@ -60,24 +60,39 @@ TEST_F(TuningFiles, EntriesOfGpusLieBesideThoseOfCpus) {
   TuningFile file;
   file.set(TuningFile::key(spec_of(128), 2, 0), {.split = 4});
   const CudaTuning tuning{CudaTuning::Body::warpgroups, 104};
-  file.set(TuningFile::cuda_key(spec_of(128), "a GPU", 9), tuning);
-  file.set(TuningFile::cuda_key(spec_of(128), "a GPU", 0), {});
+  file.set(TuningFile::cuda_key(spec_of(128), "a GPU", 9, false), tuning);
+  file.set(TuningFile::cuda_key(spec_of(128), "a GPU", 0, false), {});
   ASSERT_TRUE(file.write(path()).ok());
   const Result<TuningFile> back = TuningFile::read(path());
   ASSERT_TRUE(back.ok()) << back.status().message();
-  const CudaTuning* found = back->find(TuningFile::cuda_key(spec_of(128), "a GPU", 9));
+  const CudaTuning* found = back->find(TuningFile::cuda_key(spec_of(128), "a GPU", 9, false));
   ASSERT_NE(found, nullptr);
   EXPECT_EQ(*found, tuning);
-  EXPECT_EQ(*back->find(TuningFile::cuda_key(spec_of(128), "a GPU", 0)), CudaTuning());
-  EXPECT_EQ(back->find(TuningFile::cuda_key(spec_of(128), "another", 9)), nullptr);
-  EXPECT_EQ(back->find(TuningFile::cuda_key(spec_of(256), "a GPU", 9)), nullptr);
+  EXPECT_EQ(*back->find(TuningFile::cuda_key(spec_of(128), "a GPU", 0, false)), CudaTuning());
+  EXPECT_EQ(back->find(TuningFile::cuda_key(spec_of(128), "another", 9, false)), nullptr);
+  EXPECT_EQ(back->find(TuningFile::cuda_key(spec_of(256), "a GPU", 9, false)), nullptr);
   EXPECT_EQ(back->find(TuningFile::key(spec_of(128), 2, 0))->split, 4);
+
+  // Of fp8 by fp8 there are two.
+  MoeSpec fp8 = spec_of(128);
+  fp8.scheme = SchemeId::fp8_channel_afp8;
+  EXPECT_EQ(TuningFile::cuda_key(spec_of(128), "a GPU", 9, true),
+            TuningFile::cuda_key(spec_of(128), "a GPU", 9, false));
+  file.set(TuningFile::cuda_key(fp8, "a GPU", 9, true), tuning);
+  file.set(TuningFile::cuda_key(fp8, "a GPU", 9, false), {});
+  ASSERT_TRUE(file.write(path()).ok());
+  const Result<TuningFile> both = TuningFile::read(path());
+  ASSERT_TRUE(both.ok()) << both.status().message();
+  EXPECT_EQ(*both->find(TuningFile::cuda_key(fp8, "a GPU", 9, true)), tuning);
+  EXPECT_EQ(*both->find(TuningFile::cuda_key(fp8, "a GPU", 9, false)), CudaTuning());
 
   const std::string begin =
       R"({"gatefold_tuning": 1, "entries": [)"
       R"({"gpu":"x","scheme":"mxfp4","hidden":128,"intermediate":64,"experts":4,"top_k":2,)"
       R"("tile_tokens":8,)";
   EXPECT_TRUE(read(begin + R"("body":"warps","token_class":24}]})").ok());
+  EXPECT_TRUE(read(begin + R"("body":"warps","fast_accumulation":true,"token_class":24}]})").ok());
+  EXPECT_FALSE(read(begin + R"("body":"warps","fast_accumulation":1,"token_class":24}]})").ok());
   for (const char* bad : {R"("body":"warp","token_class":0}]})", R"("body":"warps","token_class":25}]})",
                           R"("token_class":0}]})", R"("body":1,"token_class":0}]})"}) {
     const Status status = read(begin + bad);

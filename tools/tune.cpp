@@ -80,6 +80,7 @@ void add_tune(Cli& cli) {
               });
   add_measured(command, options);
   add_backend(command, options->device);
+  add_fast_accumulation(command, options->fast_accumulation);
   command->add_option("-o,--output", options->file, "Where to keep it, if not where plans look")
       ->type_name("FILE");
 }

@@ -6,7 +6,8 @@
 /// The file is JSON: GATEFOLD_TUNING, else $XDG_CACHE_HOME/gatefold/tuning.json, else
 /// ~/.cache/gatefold/tuning.json. Its entries are for one CPU model, number of threads, scheme, layer shape
 /// and class of token counts (1-2, 3-16, more), or for one GPU model, scheme, layer shape and class (1, 2,
-/// 3-4, 5-8, 9-16, ..), whatever the routing was: the last measurement counts. A process reads it once, when
+/// 3-4, 5-8, 9-16, ..), and of fp8 activations for both ways to add up (PlanOptions::fast_accumulation),
+/// whatever the routing was: the last measurement counts. A process reads it once, when
 /// it makes its first plan. Results on a CPU do not depend on it; on a GPU they do, by the rounding of f32
 /// sums.
 
@@ -28,7 +29,8 @@ struct TuneOptions {
   int threads = 0;                               ///< 0: OpenMP's default
   double seconds = 1.0;                          ///< for each thing that is chosen; not on a GPU
   std::uint64_t weight_bytes = 1'000'000'000;
-  std::string file = {};  ///< empty: the one that plans read
+  bool fast_accumulation = false;  ///< PlanOptions, of the plans that it is for
+  std::string file = {};           ///< empty: the one that plans read
 };
 
 /// A candidate of a CUDA plan, as predicted (MoePlan::candidates) and as measured: whole calls, from ids, one

@@ -64,11 +64,12 @@ const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
 namespace {
 
 /// What tune() found for a layer on a GPU.
-CudaTunings installed_tuning(const MoeSpec& spec, const Device& device) {
+CudaTunings installed_tuning(const MoeSpec& spec, const PlanOptions& options, const Device& device) {
   CudaTunings tunings;
   const auto info = cuda::device_info(device.index);
   for (int i = 0; info && i < kCudaTokenClasses; ++i)
-    if (const CudaTuning* found = TuningFile::installed().find(TuningFile::cuda_key(spec, info->name, i)))
+    if (const CudaTuning* found = TuningFile::installed().find(
+            TuningFile::cuda_key(spec, info->name, i, options.fast_accumulation)))
       tunings[static_cast<std::size_t>(i)] = *found;
   return tunings;
 }
@@ -103,7 +104,8 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
   else
     state->kernel->workspace(spec, state->options, state->layout);
   if (state->kernel->prepare != nullptr) {
-    auto prepared = state->kernel->prepare(spec, state->options, device, installed_tuning(spec, device));
+    auto prepared =
+        state->kernel->prepare(spec, state->options, device, installed_tuning(spec, options, device));
     if (!prepared) return prepared.status();
     state->prepared = std::move(*prepared);
   }

@@ -108,11 +108,13 @@ Result<std::vector<TuneRow>> tune(const TuneOptions& options,
         SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens) {
-      Result<TuneRow> row = gpu ? tune_row_on_gpu(*layers, tokens, options.routing, options.device)
+      Result<TuneRow> row = gpu ? tune_row_on_gpu(*layers, tokens, options)
                                 : tune_row(*layers, tokens, options.routing, threads, options.seconds);
       if (!row) return row.status();
       if (gpu)
-        file->set(TuningFile::cuda_key(layers->spec, gpu_name, cuda_token_class(tokens)), row->cuda_best);
+        file->set(
+            TuningFile::cuda_key(layers->spec, gpu_name, cuda_token_class(tokens), options.fast_accumulation),
+            row->cuda_best);
       else
         file->set(TuningFile::key(layers->spec, threads, token_class(tokens)), row->best);
       if (Status status = file->write(path); !status.ok()) return status;

@@ -7,24 +7,24 @@
 
 namespace gatefold {
 
-Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, BenchRouting routing,
-                                const Device& device) {
+Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, const TuneOptions& options) {
   /// What has to be gained to leave what the model says.
   constexpr double kGain = 0.99;
   constexpr int kRounds = 3, kReplays = 5;
-  const Result<MoePlan> any = MoePlan::create(layers.spec, {.max_tokens = tokens}, device);
+  PlanOptions forced{.max_tokens = tokens, .fast_accumulation = options.fast_accumulation};
+  const Result<MoePlan> any = MoePlan::create(layers.spec, forced, options.device);
   if (!any) return any.status();
   const std::vector<CudaCandidate> candidates = any->candidates(tokens);
   std::vector<MoePlan> plans;
   for (const CudaCandidate& candidate : candidates) {
-    Result<MoePlan> plan =
-        MoePlan::create(layers.spec, {.max_tokens = tokens, .cuda_tuning = candidate.tuning}, device);
+    forced.cuda_tuning = candidate.tuning;
+    Result<MoePlan> plan = MoePlan::create(layers.spec, forced, options.device);
     if (!plan) return plan.status();
     plans.push_back(std::move(*plan));
   }
-  const Result<GpuCalls> calls = GpuCalls::create(layers, tokens, BenchFrom::ids, routing, *any);
+  const Result<GpuCalls> calls = GpuCalls::create(layers, tokens, BenchFrom::ids, options.routing, *any);
   if (!calls) return calls.status();
-  Result<cuda::Timer> timer = cuda::Timer::create(device.index);
+  Result<cuda::Timer> timer = cuda::Timer::create(options.device.index);
   if (!timer) return timer.status();
 
   std::vector<std::vector<double>> times(plans.size());
@@ -48,7 +48,7 @@ Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, Bench
   row.us_best = row.candidates[best].us;
   row.cuda_default = candidates[model].tuning;
   row.cuda_best = candidates[best].tuning;
-  if (const auto clocks = cuda::read_clocks(device.index)) row.sm_mhz = clocks->sm_mhz;
+  if (const auto clocks = cuda::read_clocks(options.device.index)) row.sm_mhz = clocks->sm_mhz;
   return row;
 }
 

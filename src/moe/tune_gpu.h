@@ -6,7 +6,6 @@
 namespace gatefold {
 
 /// Times every candidate of a plan on a GPU.
-Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, BenchRouting routing,
-                                const Device& device);
+Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, const TuneOptions& options);
 
 }  // namespace gatefold

@@ -57,8 +57,11 @@ bool parse_entry(const json& entry, TuningFile::Key& key, CpuTuning& tuning) {
 }
 
 bool parse_entry(const json& entry, TuningFile::CudaKey& key, CudaTuning& tuning) {
-  auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens] = key;
+  auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens, fast] = key;
   std::string body;
+  const auto with_fast = entry.find("fast_accumulation");  // none: false
+  if (with_fast != entry.end() && !with_fast->is_boolean()) return false;
+  fast = with_fast != entry.end() && with_fast->get<bool>();
   if (!get(entry, "gpu", gpu) || !get(entry, "scheme", scheme) || !get(entry, "hidden", 1, most, hidden) ||
       !get(entry, "intermediate", 1, most, intermediate) || !get(entry, "experts", 1, most, experts) ||
       !get(entry, "top_k", 1, most, top_k) || !get(entry, "token_class", 0, kCudaTokenClasses - 1, tokens) ||
@@ -79,11 +82,12 @@ TuningFile::Key TuningFile::key(const MoeSpec& spec, int threads, int token_clas
           spec.intermediate, spec.experts,
           spec.top_k,        token_class};
 }
-TuningFile::CudaKey TuningFile::cuda_key(const MoeSpec& spec, const std::string& gpu, int token_class) {
+TuningFile::CudaKey TuningFile::cuda_key(const MoeSpec& spec, const std::string& gpu, int token_class,
+                                         bool fast_accumulation) {
   return {gpu,          std::string(scheme(spec.scheme).name),
           spec.hidden,  spec.intermediate,
           spec.experts, spec.top_k,
-          token_class};
+          token_class,  fast_accumulation && scheme(spec.scheme).activation.value == formats::e4m3};
 }
 
 Result<TuningFile> TuningFile::read(const std::filesystem::path& path) {
@@ -133,7 +137,7 @@ Status TuningFile::write(const std::filesystem::path& path) const {
                        {"serial_tokens", tuning.serial_tokens}});
   }
   for (const auto& [key, tuning] : cuda_entries_) {
-    const auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens] = key;
+    const auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens, fast] = key;
     entries.push_back({{"gpu", gpu},
                        {"scheme", scheme},
                        {"hidden", hidden},
@@ -143,6 +147,7 @@ Status TuningFile::write(const std::filesystem::path& path) const {
                        {"token_class", tokens},
                        {"body", name(tuning.body)},
                        {"tile_tokens", tuning.tile_tokens}});
+    if (fast) entries.back()["fast_accumulation"] = true;
   }
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
