@@ -165,8 +165,8 @@ void add_plan(nb::module_& m) {
           R"(threads 0: OpenMP's default now. precision 'f32': without the roundings to 16 bit. weights_only:
 activations stay in 16 bit. batch_invariant: a token has the same bits whatever other tokens are in the call; on a CPU it
 always has, on a GPU it costs time where there are few tokens an expert. fast_accumulation: a GPU adds up fp8 by fp8 (scales
-per tensor or row), and by int4 in groups of 128 where tokens are many, with about 14 bits, which is faster and off by 1e-3. debug_workspace: canaries around every buffer,
-and on a GPU ids are checked, for which each call waits. kernel: only those whose name contains this. Kernels are those
+per tensor or row), and by int4 in groups of 128 where tokens are many, with about 14 bits, which is faster and off by
+1e-3. debug_workspace: canaries around every buffer, and on a GPU ids are checked, for which each call waits. kernel: only those whose name contains this. Kernels are those
 that `gatefold tune` found fastest here, if it has been run for this shape. Raises InvalidArgument, Unsupported.)")
       .def(
           "run", &Plan::run, "hidden"_a, "topk_ids"_a = nb::none(), "topk_weights"_a = nb::none(),
