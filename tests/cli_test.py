@@ -255,6 +255,10 @@ class CommandsTest(CliTest):
             self.assertAlmostEqual(row["read_ratio"], row["gb_per_s"] / row["read_gb_per_s"], places=6)
             self.assertGreater(min(row["weight_bytes"], row["gb_per_s"], row["gflop_per_s"]), 0)
 
+        from_codes = ["bench", "--shape", "64,64,2,1", "--from", "codes", "--scheme"]
+        for words, complaint in ((["int8_aint8"], "GPUs only"), (["int8", "--backend", "cuda"], "int8 leaves")):
+            self.assertIn(complaint, tool(*from_codes, *words, code=1).stderr.decode())
+
     def test_bench_routing(self):
         # Two tokens hit as few experts as one, half of all or more, and something between: of 64, 32 each.
         arguments = ["bench", "--shape", "64,32,64,32", "--scheme", "int8", "--tokens", "2", "--seconds", "0.01",

@@ -209,6 +209,8 @@ TEST(Moe, BadCalls) {
   EXPECT_NE(message({.hidden = {x.data(), DType::i32, 2, 256}}, out, workspace.size()).find("I32"),
             std::string::npos);
   EXPECT_NE(message({.hidden = two}, out, 100).find("100 bytes"), std::string::npos);
+  EXPECT_NE(message({.hidden = two, .hidden_scales = x.data()}, out, workspace.size()).find("GPUs only"),
+            std::string::npos);
   EXPECT_NE(
       message({.hidden = two, .topk_ids = ids.data(), .topk_weights = weights.data()}, out, workspace.size())
           .find("topk_ids[1, 1] = 6 is not within 0..5"),

@@ -26,8 +26,9 @@ std::span<const BenchShape> bench_presets();
 /// uniform: every expert is as likely. skew: the expert of rank r as 1 / (r + 1), ranks drawn for each call.
 /// single: all tokens of a call choose the same experts, drawn for each call.
 enum class BenchRouting : std::uint8_t { uniform, skew, single };
-/// What a call is given: the experts' ids and weights, or router logits from which it chooses the same ids.
-enum class BenchFrom : std::uint8_t { ids, logits };
+/// What a call is given: the experts' ids and weights, or router logits from which it chooses the same ids;
+/// or ids, and hidden states that are quantized already (GPU).
+enum class BenchFrom : std::uint8_t { ids, logits, codes };
 
 struct BenchOptions {
   Device device;

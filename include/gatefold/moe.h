@@ -171,12 +171,20 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
 
 /// Pointers are to row-major arrays of the plan's device. tokens = hidden.rows.
 struct MoeInputs {
-  MatrixView hidden;  ///< [T, H], f32, f16 or bf16
+  MatrixView hidden;  ///< [T, H], f32, f16 or bf16; or codes
   /// Give one of: nothing (the layer's own router is used); router_logits [T, E];
   /// topk_ids [T, k] with topk_weights [T, k] (used as they are: no renormalization, no scaling).
   const float* router_logits = nullptr;
   const std::int32_t* topk_ids = nullptr;
   const float* topk_weights = nullptr;
+  /// Hidden states that are quantized already, as other ranks or a norm before may send them; on a GPU only.
+  /// `hidden` has the codes of the scheme's activation operand (F8_E4M3, I8 or F4), in the layout of
+  /// cuda::quantize_activations (cuda_quantize.h), and these are their scales, whatever static ones the
+  /// weights have for them. The same codes and scales give the same bits as numbers that are rounded to
+  /// them. Logits or ids must be given, and a shared expert must have the same activation operand, and no
+  /// gate. nullptr: `hidden` is numbers.
+  const void* hidden_scales = nullptr;
+  const float* hidden_token_scales = nullptr;  ///< [T], of operands that have them
 };
 struct MoeOutputs {
   MutableMatrixView hidden;          ///< [T, H], f32, f16 or bf16

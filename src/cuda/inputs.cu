@@ -10,11 +10,15 @@ namespace gatefold::cuda {
 namespace {
 
 constexpr int kThreads = 256;        // of a block at most
-constexpr int kMostBlocks = 8;       // of a row: a cluster
+constexpr int kMostBlocks = 8;       // of a row
 constexpr int kManyRows = 256;       // that keep all multiprocessors busy with few threads each
 constexpr int kManyOfTensor = 2048;  // rows: the largest number of a tensor is found before they are rounded
 
-/// For the row's blocks, a cluster. All have to be there already.
+/// Whether a row's scale is that of its largest number, which its blocks, a cluster, find together.
+constexpr bool scales_by_cluster(const Operand& a) {
+  return has_row_scales(a) && a.group.n != 0;
+}
+/// For those blocks. All have to be there already.
 __device__ __forceinline__ float max_over_cluster(float x) {
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   const unsigned blocks = cluster.num_blocks();
@@ -116,7 +120,7 @@ __device__ __forceinline__ std::int32_t row_of(const InputArgs& args, std::int64
          (args.expert_rows == nullptr ? 0 : args.expert_rows[expert]);
 }
 
-/// blockDim.x threads of each block of a cluster have a row, of which each takes so many pieces at a time,
+/// blockDim.x threads of each of gridDim.y blocks have a row, of which each takes so many pieces at a time,
 /// all of them read before the row's scale is known. `kBytes`: codes.
 template <class Activation, class Input, bool kBytes, int kPieces>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
@@ -124,18 +128,16 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a),
                  with_groups = a.quantized() && a.group.k != 0, whole = a.quantized() && a.group.k == 0;
   using Range = typename Row<Input>::Range;
-  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-  const unsigned blocks = cluster.num_blocks(), block = cluster.block_rank();
+  const unsigned blocks = gridDim.y, block = blockIdx.y;  // of the row
   const bool with_static = a.may_be_static() && args.static_scales != nullptr;
-  if constexpr (with_row_scales)
-    if (blocks > 1 && !with_static) cluster.sync();  // see max_over_cluster
+  if constexpr (scales_by_cluster(a))
+    if (blocks > 1 && !with_static) cooperative_groups::this_cluster().sync();  // see max_over_cluster
   if (!args.x_is_old)
     wait_and_let_start(args);
   else if (threadIdx.x == 0 && threadIdx.y == 0)
     prefetch(args.first_weights, args.experts);
 
-  const unsigned team = blocks == 1 ? blockIdx.x : blockIdx.x / blocks;
-  const int i = static_cast<int>(team * blockDim.y + threadIdx.y), rows = static_cast<int>(args.x.rows);
+  const int i = static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y), rows = static_cast<int>(args.x.rows);
   const Row<Input> row(args, min(i, rows - 1));
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int piece = static_cast<int>(blockDim.x) * kPerLane, step = static_cast<int>(blocks) * piece;
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
   RowScales scales;
-  if constexpr (with_row_scales && a.group.n != 0)
+  if constexpr (scales_by_cluster(a))
     if (!with_static) {
       const float amax = fmaxf(range.amax, row.range(k + kPieces * step, step).amax);
       scales = RowScales::of_amax<Activation>(max_over_cluster(amax));
@@ -188,6 +190,11 @@ struct CodeRow {
   int cols;
   bool wide;
 
+  struct Piece {
+    std::uint32_t codes[2] = {};
+    float scale = 1;  ///< of the group, where groups have one
+  };
+
   __device__ __forceinline__ CodeRow(const InputArgs& args, int i) : cols(static_cast<int>(args.x.cols)) {
     const int groups = operand.group.k == 0 ? 1 : (cols + group - 1) / group;
     codes = static_cast<const std::byte*>(args.x.data) + i * (args.x.cols * bits / 8);
@@ -195,67 +202,84 @@ struct CodeRow {
     wide = cols % kPerLane == 0 && reinterpret_cast<std::uintptr_t>(args.x.data) % (words * 4) == 0;
   }
   /// Codes k .. k + 7; those from K on are 0.
-  __device__ __forceinline__ void load(int k, std::uint32_t (&to)[2]) const {
-    to[0] = to[1] = 0;
-    if (k >= cols) return;
+  __device__ __forceinline__ Piece load(int k) const {
+    Piece piece;
+    if (k >= cols) return piece;
+    if (operand.group.k != 0) piece.scale = scale(k / group);
     const std::byte* from = codes + k * bits / 8;
     if (wide) {
 #pragma unroll
-      for (int i = 0; i < words; ++i) to[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
-      return;
+      for (int i = 0; i < words; ++i) piece.codes[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+      return piece;
     }
     const int bytes = min(kPerLane, cols - k) * bits / 8;
 #pragma unroll
     for (int i = 0; i < words * 4; ++i)
-      if (i < bytes) to[i / 4] |= static_cast<std::uint32_t>(from[i]) << (i % 4 * 8);
+      if (i < bytes) piece.codes[i / 4] |= static_cast<std::uint32_t>(from[i]) << (i % 4 * 8);
+    return piece;
   }
-  /// The scale of the group of column k, or of the row.
-  __device__ __forceinline__ float scale(int k) const {
-    if (k >= cols) return 1;
+  /// Of a group, or of the row.
+  __device__ __forceinline__ float scale(int i) const {
     if constexpr (operand.scale == formats::f32)
-      return reinterpret_cast<const float*>(scales)[operand.group.k == 0 ? 0 : k / group];
+      return reinterpret_cast<const float*>(scales)[i];
     else
-      return decode<operand.scale>(static_cast<std::uint32_t>(scales[k / group]));
+      return decode<operand.scale>(static_cast<std::uint32_t>(scales[i]));
   }
 };
 
-/// Rows that are quantized already, blockDim.x threads each.
+/// Rows that are quantized already, blockDim.x threads each, of which each reads so many pieces at a time.
 template <class Activation, bool kBytes>
 __global__ void __launch_bounds__(kThreads) codes_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
-  wait_and_let_start(args);
+  constexpr int kPieces = 4;
+  if (!args.x_is_old)
+    wait_and_let_start(args);
+  else if (threadIdx.x == 0 && threadIdx.y == 0)
+    prefetch(args.first_weights, args.experts);
+
   const int i = static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const CodeRow<Activation> row(args, min(i, static_cast<int>(args.x.rows) - 1));
+  typename CodeRow<Activation>::Piece x[kPieces];
+  int k = thread * kPerLane;
+  const int step = static_cast<int>(blockDim.x) * kPerLane;
+  const auto load = [&] {
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) x[p] = row.load(k + p * step);
+  };
+  load();
+  if (args.x_is_old) wait_and_let_start(args);
+
   const int expert = expert_of(args, i);
   if (expert < 0) return;  // whole warps
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerLane / 2];
-  const Store store{args, lane, lane == 0 ? row_of(args, i, expert) : -1,
+  const Store store{args, lane, lane < args.copies ? row_of(args, i * args.copies + lane, expert) : -1,
                     columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32]};
-  const CodeRow<Activation> row(args, i);
   if constexpr (has_row_scales(a))
-    if (thread == 0)
+    if (thread < args.copies && store.place >= 0)
       args.row_scales[store.place] = a.tensor_scale.stored() ? args.token_scales[i] : row.scale(0);
 
-#pragma unroll 4
-  for (int k = thread * kPerLane; k - lane * kPerLane < args.stride;
-       k += static_cast<int>(blockDim.x) * kPerLane) {
-    std::uint32_t codes[2];
-    row.load(k, codes);
-    const float scale = a.group.k == 0 ? 1 : row.scale(k);
-    if constexpr (kBytes) {
-      store.bytes(k, codes);
-    } else {
-      const float fold = has_record_scales(a) ? 1 : scale;
-      std::uint32_t words[kPerLane / 2];
+  for (; k - lane * kPerLane < args.stride; k += kPieces * step, load()) {
 #pragma unroll
-      for (int pair = 0; pair < kPerLane / 2; ++pair) {
-        const std::uint32_t both = codes[pair * 2 * a.value.bits / 32] >> (pair * 2 * a.value.bits % 32);
-        words[pair] =
-            narrow_pair(decode<a.value>(both) * fold, decode<a.value>(both >> a.value.bits) * fold, true);
+    for (int p = 0; p < kPieces; ++p) {
+      const int at = k + p * step;
+      if (at - lane * kPerLane >= args.stride) break;
+      if constexpr (kBytes) {
+        store.bytes(at, x[p].codes);
+      } else {
+        const float fold = has_record_scales(a) ? 1 : x[p].scale;
+        std::uint32_t words[kPerLane / 2];
+#pragma unroll
+        for (int pair = 0; pair < kPerLane / 2; ++pair) {
+          const std::uint32_t both =
+              x[p].codes[pair * 2 * a.value.bits / 32] >> (pair * 2 * a.value.bits % 32);
+          words[pair] =
+              narrow_pair(decode<a.value>(both) * fold, decode<a.value>(both >> a.value.bits) * fold, true);
+        }
+        store_values<Activation>(store, at, words);
       }
-      store_values<Activation>(store, k, words);
+      if constexpr (has_record_scales(a)) store.record_scale(at, x[p].scale);
     }
-    if constexpr (has_record_scales(a)) store.record_scale(k, scale);
   }
 }
 
@@ -278,14 +302,15 @@ struct RowTeams {
     of_block = many ? kThreads / threads : 1;
     pieces = (numbers + threads * of_thread - 1) / (threads * of_thread);
   }
-  /// `cluster`: blocks of a row.
-  cudaError_t operator()(void (*kernel)(InputArgs), const InputArgs& args, unsigned cluster,
+  /// `blocks`: of a row.
+  cudaError_t operator()(void (*kernel)(InputArgs), const InputArgs& args, unsigned blocks,
                          cudaStream_t stream) const {
+    const bool together = scales_by_cluster(args.activation);
     return launch_dependent(kernel,
-                            {.blocks = (rows + of_block - 1) / of_block * cluster,
+                            {.blocks = dim3((rows + of_block - 1) / of_block, blocks),
                              .threads = dim3(threads, of_block),
                              .stream = stream,
-                             .cluster = cluster},
+                             .cluster = together ? dim3(1, blocks) : dim3(1)},
                             args);
   }
 };
@@ -294,8 +319,8 @@ template <class Activation, class Input>
 cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
   const RowTeams all(args);
   constexpr int many_pieces = RowTeams::many_pieces;
-  const unsigned cluster = std::min<unsigned>(all.pieces, kMostBlocks);
-  const auto launch = [&](auto* kernel, unsigned blocks) { return all(kernel, args, blocks, stream); };
+  const unsigned blocks = std::min<unsigned>(all.pieces, kMostBlocks);
+  const auto launch = [&](auto* kernel, unsigned of_row) { return all(kernel, args, of_row, stream); };
   if constexpr (Activation::operand.quantized() && Activation::operand.group.n == 0)
     if (args.static_scales == nullptr) {
       if (const auto error = launch(row_amax_kernel<Input>, 1); error != cudaSuccess) return error;
@@ -310,10 +335,10 @@ cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
     }
   constexpr bool bytes = are_bytes(byte_kind(Activation::operand));
   if constexpr (bytes)  // many rows hardly ever become 16-bit numbers
-    if (args.order.bytes == 0) return launch(inputs_kernel<Activation, Input, false, 1>, cluster);
+    if (args.order.bytes == 0) return launch(inputs_kernel<Activation, Input, false, 1>, blocks);
   return launch(all.many ? inputs_kernel<Activation, Input, bytes, many_pieces>
                          : inputs_kernel<Activation, Input, bytes, 1>,
-                cluster);
+                blocks);
 }
 
 template <class Activation>

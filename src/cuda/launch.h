@@ -12,7 +12,7 @@ struct Launch {
   dim3 blocks, threads;
   cudaStream_t stream = nullptr;
   std::size_t shared_bytes = 0;
-  unsigned cluster = 1;  ///< neighbouring blocks that are a cluster
+  dim3 cluster = 1;  ///< neighbouring blocks that are a cluster, in each direction
 };
 
 /// `parameters`: a pointer to each.
@@ -21,14 +21,14 @@ inline cudaError_t launch_dependent(const void* kernel, const Launch& launch, vo
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {launch.cluster, 1, 1};
+  attributes[1].val.clusterDim = {launch.cluster.x, launch.cluster.y, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = launch.blocks;
   config.blockDim = launch.threads;
   config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = launch.stream;
   config.attrs = attributes;
-  config.numAttrs = launch.cluster == 1 ? 1 : 2;
+  config.numAttrs = launch.cluster.x * launch.cluster.y == 1 ? 1 : 2;
   return cudaLaunchKernelExC(&config, kernel, parameters);
 }
 

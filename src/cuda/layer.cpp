@@ -102,7 +102,8 @@ class LayerRun {
         choice_(plan.routed.at(tokens_)) {}
 
   Status run() {
-    const bool per_slot = b_.may_be_static && state_.static_input_scales;
+    const bool with_static = b_.may_be_static && state_.static_input_scales,
+               per_slot = with_static && !codes();
     const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
                      down = choice_.kernel(weights_.down.wide);
     const GemmRouting by_gate_up = route(per_slot, gate_up);
@@ -116,8 +117,7 @@ class LayerRun {
       // The kernel before may have written the logits, the ids or the items.
       first.routed_early = false;
     } else {
-      InputArgs in = b_.routed.in.args(base_, call_.inputs.hidden, per_slot ? slots_ : tokens_,
-                                       gate_up.order(b_.routed.scheme));
+      InputArgs in = hidden(b_.routed, per_slot ? slots_ : tokens_, gate_up);
       if (per_slot || tiled()) of_slots(in);
       if (per_slot) {
         in.divisor = spec_.top_k;
@@ -132,7 +132,7 @@ class LayerRun {
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, down));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    const InputArgs rounding = round_mid(b_.routed, slots_, per_slot, down);
+    const InputArgs rounding = round_mid(b_.routed, slots_, with_static, down);
     const InputArgs* rounded = rounding.activation.quantized() && !gate_up.rounds ? &rounding : nullptr;
     std::int32_t* const progress = b_.progress.at(base_);
     const auto counter = [&](const GemmKernel& kernel, int i) {
@@ -263,6 +263,16 @@ class LayerRun {
                 FirstWeights::kPieceBytes)};
   }
 
+  /// Whether hidden states are quantized already.
+  bool codes() const { return call_.inputs.hidden_scales != nullptr; }
+  /// Hidden states, as a multiply takes them.
+  InputArgs hidden(const FfnBuffers& ffn, std::int64_t rows, const GemmKernel& kernel) const {
+    InputArgs args = ffn.in.args(base_, call_.inputs.hidden, rows, kernel.order(ffn.scheme));
+    args.scales = call_.inputs.hidden_scales;
+    args.token_scales = call_.inputs.hidden_token_scales;
+    return args;
+  }
+
   /// For rows that are slots.
   void of_slots(InputArgs& args) const {
     args.ids = ids();
@@ -348,8 +358,7 @@ class LayerRun {
     const GemmChoice& choice = plan_.shared->at(tokens_);
     const GemmKernel gate_up = choice.kernel(weights_.shared_gate_up.wide),
                      down = choice.kernel(weights_.shared_down.wide);
-    then("round shared inputs", launch_inputs,
-         ffn.in.args(base_, call_.inputs.hidden, tokens_, gate_up.order(ffn.scheme)), stream_);
+    then("round shared inputs", launch_inputs, hidden(ffn, tokens_, gate_up), stream_);
     then("multiply by the shared gate and up", launch_gemm, gate_up,
          gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up), nullptr, multiprocessors(), stream_);
     if (ffn.mid.activation.quantized() && !gate_up.rounds)

@@ -6,6 +6,7 @@
 #include "cuda/input_buffers.h"
 #include "cuda/slots.h"
 #include "cuda/weights.h"
+#include "format/code_rows.h"
 #include "gatefold/cuda_linear.h"
 
 namespace gatefold::cuda {
@@ -29,12 +30,6 @@ std::string refuses(SchemeId id, const Operand& activation) {
   if (!can_multiply(activation))
     return fmt::format("the kernels cannot multiply the activations of {}", scheme(id).name);
   return {};
-}
-
-/// The type of tensors with codes of an activation operand.
-DType dtype_of_codes(Format value) {
-  if (value == formats::int8) return DType::i8;
-  return value.bits == 4 ? DType::f4 : DType::f8_e4m3;
 }
 
 struct LinearBuffers {
@@ -200,7 +195,6 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
   const auto is_float = [](DType dtype) {
     return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
   };
-  const Operand& activation = buffers.in.activation;
   const bool codes = in.scales != nullptr;
   if (!(w == shape))
     return invalid(fmt::format("{} matrices [{}, {}] of {}, the plan is for {} [{}, {}] of {}", w.matrices,
@@ -217,17 +211,10 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
   if ((!codes && !is_float(in.x.dtype)) || !is_float(y.dtype))
     return invalid(
         fmt::format("x is {} and y {}, expected F32, F16 or BF16", name(in.x.dtype), name(y.dtype)));
-  if (codes && !activation.quantized())
-    return invalid(
-        fmt::format("x has scales, but {} leaves activations in 16 bits here", scheme(w.scheme).name));
-  if (codes && in.x.dtype != dtype_of_codes(activation.value))
-    return invalid(fmt::format("x is {} with scales, the activations of {} are {}", name(in.x.dtype),
-                               scheme(w.scheme).name, name(dtype_of_codes(activation.value))));
-  if (codes && activation.value.bits == 4 && in.x.cols % 2 != 0)
-    return invalid(fmt::format("k = {} is odd: the activations of {} are pairs of 4-bit codes", in.x.cols,
-                               scheme(w.scheme).name));
-  if (codes && activation.tensor_scale.stored() && in.token_scales == nullptr)
-    return invalid("token_scales is a null pointer");
+  if (codes)
+    if (const std::string why = refuses_codes(scheme(w.scheme), buffers.in.activation, in.x, in.token_scales);
+        !why.empty())
+      return invalid(why);
   if (in.x.rows > 0 && (in.x.data == nullptr || y.data == nullptr))
     return invalid(fmt::format("{} is a null pointer", in.x.data == nullptr ? "x" : "y"));
   if (reinterpret_cast<std::uintptr_t>(y.data) % 16 != 0) return invalid("y is not aligned to 16 bytes");

@@ -1,5 +1,6 @@
 #include "gatefold/bench.h"
 
+#include <fmt/format.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -127,10 +128,26 @@ std::span<const BenchShape> bench_presets() {
   return presets;
 }
 
+namespace {
+
+/// Why calls cannot be given quantized hidden states, in words; empty if they can, or are not.
+std::string refuses_codes(const BenchOptions& options) {
+  if (std::ranges::find(options.from, BenchFrom::codes) == options.from.end()) return {};
+  if (options.device.kind == Device::Kind::cpu) return "calls from codes are for GPUs only";
+  for (const SchemeId id : options.schemes)
+    if (!scheme(id).quantizes_activations())
+      return fmt::format("calls from codes: {} leaves activations in 16 bits", scheme(id).name);
+  return {};
+}
+
+}  // namespace
+
 Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
                                     const std::function<void(const BenchRow&)>& on_row) {
   BenchOptions options = requested;
   if (options.threads == 0) options.threads = omp_get_max_threads();
+  if (std::string why = refuses_codes(options); !why.empty())
+    return Status(Code::invalid_argument, std::move(why));
   Ceilings ceilings(options.threads);
   DenseRates dense(options.device);
   const auto time = [&](const SyntheticLayers& layers, int tokens, BenchFrom from) {

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "cuda/measure.h"
+#include "format/code_rows.h"
 #include "gatefold/codec.h"
+#include "gatefold/cuda_quantize.h"
 #include "moe/weights.h"
 
 namespace gatefold {
@@ -18,6 +20,8 @@ Result<GpuCalls> GpuCalls::create(const SyntheticLayers& layers, int tokens, Ben
     bytes += calls.weight_bytes(calls.routings_.size() - 1);
   }
   if (Status status = calls.copy(plan); !status.ok()) return status;
+  if (from == BenchFrom::codes)
+    if (Status status = calls.quantize_hidden(); !status.ok()) return status;
   return calls;
 }
 
@@ -30,7 +34,13 @@ double GpuCalls::mean_weight_bytes() const {
 Status GpuCalls::run(const MoePlan& plan, cuda::Stream stream) const {
   const MoeSpec& spec = layers_->spec;
   for (std::size_t i = 0; i < count(); ++i) {
-    MoeInputs inputs{.hidden = {hidden_.data(), spec.act_dtype, tokens_, spec.hidden}};
+    MoeInputs inputs{.hidden = hidden()};
+    if (from_ == BenchFrom::codes) {
+      inputs.hidden.data = codes_.data();
+      inputs.hidden.dtype = dtype_of_codes(scheme(spec.scheme).activation.value);
+      inputs.hidden_scales = scales_.data();
+      inputs.hidden_token_scales = token_scales_.as<float>();
+    }
     if (from_ == BenchFrom::logits) {
       inputs.router_logits = logits_.as<float>() + i * logits_of_call();
     } else {
@@ -98,13 +108,37 @@ Status GpuCalls::copy(const MoePlan& plan) {
     if (Status status = cuda::copy(ids_.as<std::int32_t>() + i * slots(), routed.ids.data(), slots() * 4);
         !status.ok())
       return status;
-    if (from_ == BenchFrom::ids) continue;
+    if (from_ != BenchFrom::logits) continue;
     const std::vector<float> logits = random_logits(layers_->spec, random_, routed.ids);
     if (Status status = cuda::copy(logits_.as<float>() + i * logits.size(), logits.data(), logits.size() * 4);
         !status.ok())
       return status;
   }
   return cuda::synchronize();
+}
+
+Status GpuCalls::quantize_hidden() {
+  const MatrixView x = hidden();
+  const SchemeId id = layers_->spec.scheme;
+  const auto layout = cuda::activation_layout(id, x.rows, x.cols);
+  if (!layout) return layout.status();
+  const int device = layer(0).device().index;
+  cuda::Memory workspace;
+  const std::pair<cuda::Memory*, std::size_t> all[] = {{&codes_, layout->value_bytes},
+                                                       {&scales_, layout->scale_bytes},
+                                                       {&token_scales_, layout->token_scale_bytes},
+                                                       {&workspace, layout->workspace_bytes}};
+  for (const auto& [memory, bytes] : all) {
+    auto allocated = cuda::Memory::allocate(bytes, "a bench", device);
+    if (!allocated) return allocated.status();
+    *memory = std::move(*allocated);
+  }
+  const cuda::DeviceGuard guard(device);
+  const Status status = cuda::quantize_activations(
+      id, {.x = x, .rows = x.rows},
+      {.values = codes_.data(), .scales = scales_.data(), .token_scales = token_scales_.as<float>()},
+      {workspace.data(), workspace.bytes()});
+  return status.ok() ? cuda::synchronize() : status;
 }
 
 }  // namespace gatefold

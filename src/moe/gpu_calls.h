@@ -34,7 +34,7 @@ class GpuCalls {
     return static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(layers_->spec.top_k);
   }
   std::size_t logits_of_call() const {
-    return from_ == BenchFrom::ids ? 0 : static_cast<std::size_t>(tokens_ * layers_->spec.experts);
+    return from_ == BenchFrom::logits ? static_cast<std::size_t>(tokens_ * layers_->spec.experts) : 0;
   }
   const ExpertWeights& layer(std::size_t call) const {
     return layers_->layers[call % layers_->layers.size()];
@@ -44,6 +44,10 @@ class GpuCalls {
   }
   void add(BenchRouting routing);
   Status copy(const MoePlan& plan);
+  Status quantize_hidden();
+  MatrixView hidden() const {
+    return {hidden_.data(), layers_->spec.act_dtype, tokens_, layers_->spec.hidden};
+  }
 
   const SyntheticLayers* layers_;
   int tokens_;
@@ -51,6 +55,7 @@ class GpuCalls {
   std::mt19937 random_{1};
   std::vector<Routed> routings_;
   cuda::Memory hidden_, out_, ids_, weights_, logits_, workspace_;
+  cuda::Memory codes_, scales_, token_scales_;  ///< of hidden states
 };
 
 }  // namespace gatefold

@@ -2,8 +2,16 @@
 
 #include <algorithm>
 
+#include "gatefold/linear.h"
+
 namespace gatefold {
 namespace {
+
+/// Bytes of a token's scales where hidden states are codes (MoeInputs::hidden_scales).
+std::size_t scale_bytes(const MoeSpec& spec) {
+  const auto row = activation_row(spec.scheme, spec.hidden);
+  return row ? static_cast<std::size_t>(row->scale_bytes) : 0;
+}
 
 /// Pieces of device memory, one after the other; without memory it counts their bytes.
 class Pieces {
@@ -22,13 +30,15 @@ class Pieces {
 };
 
 struct DeviceArrays {
-  std::byte *workspace, *hidden, *logits, *ids, *weights, *out;
+  std::byte *workspace, *hidden, *scales, *token_scales, *logits, *ids, *weights, *out;
 
   DeviceArrays(const MoePlan& plan, Pieces& pieces) {
     const MoeSpec& spec = plan.spec();
     const auto tokens = static_cast<std::size_t>(plan.max_tokens()), wide = sizeof(float);
     workspace = pieces.take(plan.workspace_bytes());
     hidden = pieces.take(tokens * static_cast<std::size_t>(spec.hidden) * wide);
+    scales = pieces.take(tokens * scale_bytes(spec));
+    token_scales = pieces.take(tokens * sizeof(float));
     logits = pieces.take(tokens * static_cast<std::size_t>(spec.experts) * wide);
     ids = pieces.take(tokens * static_cast<std::size_t>(spec.top_k) * wide);
     weights = pieces.take(tokens * static_cast<std::size_t>(spec.top_k) * wide);
@@ -69,7 +79,8 @@ Status HostCalls::run_on_device(const MoePlan& plan, const ExpertWeights& weight
   // The plan refuses these with a message; here they must not be copied.
   const std::int64_t tokens = inputs.hidden.rows;
   const bool fits = tokens >= 0 && tokens <= plan.max_tokens() && inputs.hidden.cols == spec.hidden &&
-                    outputs.hidden.cols == spec.hidden && outputs.hidden.rows == tokens;
+                    outputs.hidden.cols == spec.hidden && outputs.hidden.rows == tokens &&
+                    bits(inputs.hidden.dtype) <= 32;
   Pieces pieces(device_.data());
   const DeviceArrays device(plan, pieces);
   Status status;
@@ -79,6 +90,8 @@ Status HostCalls::run_on_device(const MoePlan& plan, const ExpertWeights& weight
   const std::int64_t slots = tokens * spec.top_k;
   const std::size_t slot_bytes = fits ? static_cast<std::size_t>(slots) * 4 : 0;
   copy(device.hidden, inputs.hidden.data, fits ? bytes_of(inputs.hidden.dtype, tokens * spec.hidden) : 0);
+  copy(device.scales, inputs.hidden_scales, fits ? static_cast<std::size_t>(tokens) * scale_bytes(spec) : 0);
+  copy(device.token_scales, inputs.hidden_token_scales, fits ? bytes_of(DType::f32, tokens) : 0);
   copy(device.logits, inputs.router_logits, fits ? bytes_of(DType::f32, tokens * spec.experts) : 0);
   copy(device.ids, inputs.topk_ids, slot_bytes);
   copy(device.weights, inputs.topk_weights, slot_bytes);
@@ -91,6 +104,8 @@ Status HostCalls::run_on_device(const MoePlan& plan, const ExpertWeights& weight
   };
   MoeInputs in = inputs;
   in.hidden.data = inputs.hidden.data == nullptr ? nullptr : device.hidden;
+  in.hidden_scales = if_given(static_cast<const std::byte*>(inputs.hidden_scales), device.scales);
+  in.hidden_token_scales = if_given(inputs.hidden_token_scales, device.token_scales);
   in.router_logits = if_given(inputs.router_logits, device.logits);
   in.topk_ids = if_given(inputs.topk_ids, device.ids);
   in.topk_weights = if_given(inputs.topk_weights, device.weights);

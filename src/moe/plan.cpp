@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 #include <omp.h>
 
+#include "format/code_rows.h"
 #include "moe/kernel.h"
 #include "moe/ordered_layer.h"
 #include "moe/tuning_file.h"
@@ -153,6 +154,24 @@ Status check_ids(const MoeSpec& spec, const std::int32_t* ids, std::int64_t toke
   return {};
 }
 
+/// Why a call cannot have hidden states that are quantized already, in words; empty if it can.
+std::string refuses_codes(const MoeSpec& spec, const PlanOptions& options, const Device& device,
+                          const MoeInputs& in) {
+  if (device.kind != Device::Kind::cuda) return "hidden_scales are for GPUs only";
+  const Operand activation = effective_activation(spec.scheme, spec, options);
+  if (std::string why = refuses_codes(scheme(spec.scheme), activation, in.hidden, in.hidden_token_scales);
+      !why.empty())
+    return "hidden: " + why;
+  if (in.router_logits == nullptr && in.topk_ids == nullptr)
+    return "hidden states with scales are not routed: give router_logits, or topk_ids and topk_weights";
+  if (spec.shared.intermediate == 0) return {};
+  if (spec.shared.gated) return "the shared expert's gate is computed from numbers, not from hidden_scales";
+  if (!(effective_activation(spec.shared.scheme, spec, options) == activation))
+    return fmt::format("the shared expert's scheme {} does not take the activations of {}",
+                       scheme(spec.shared.scheme).name, scheme(spec.scheme).name);
+  return {};
+}
+
 Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertWeights::State& weights,
                   const MoeInputs& in, const MoeOutputs& out) {
   const auto fail = [](std::string message) { return Status(Code::invalid_argument, std::move(message)); };
@@ -163,7 +182,11 @@ Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertW
   if (in.hidden.cols != spec.hidden || out.hidden.cols != spec.hidden || out.hidden.rows != tokens)
     return fail(fmt::format("hidden states are [{}, {}] in and [{}, {}] out, expected [{}, {}]", tokens,
                             in.hidden.cols, out.hidden.rows, out.hidden.cols, tokens, spec.hidden));
-  if (!is_float(in.hidden.dtype) || !is_float(out.hidden.dtype))
+  const bool codes = in.hidden_scales != nullptr;
+  if (codes)
+    if (const std::string why = refuses_codes(spec, options, weights.device, in); !why.empty())
+      return fail(why);
+  if ((!codes && !is_float(in.hidden.dtype)) || !is_float(out.hidden.dtype))
     return fail(fmt::format("hidden states are {} in and {} out, expected F32, F16 or BF16",
                             name(in.hidden.dtype), name(out.hidden.dtype)));
   if (tokens > 0 && (in.hidden.data == nullptr || out.hidden.data == nullptr))
