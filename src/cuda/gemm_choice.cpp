@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kStart = 29000;  ///< clocks of a multiply
 
-/// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/performance.md): of a group of
+/// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/ladder.md): of a group of
 /// units in one item, or of a tile of groups; for each token that is multiplied; and for each at its end.
 /// `several`: times that where an expert has several items, whose multiplies are the limit, not reading: two
 /// warpgroups hide less than three. `second_start`: of a second multiply, which may be in the same launch.
