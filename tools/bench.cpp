@@ -136,6 +136,8 @@ void add_bench(Cli& cli) {
   add_backend(command, options->device);
   add_batch_invariant(command, options->batch_invariant);
   add_fast_accumulation(command, options->fast_accumulation);
+  command->add_flag("--static-scales", options->static_scales,
+                    "Experts have static scales of activations, where schemes may (fp8 per tensor, nvfp4)");
   command
       ->add_option_function<std::string>(
           "--dtype",

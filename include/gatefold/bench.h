@@ -39,6 +39,7 @@ struct BenchOptions {
   BenchRouting routing = BenchRouting::uniform;
   /// The model's 16-bit type, bf16 or f16: of activations, and of scales of groups that have 16 bits.
   DType dtype = DType::bf16;
+  bool static_scales = false;  ///< experts have static scales of activations, where operands may
   bool batch_invariant = false, fast_accumulation = false;  ///< PlanOptions
   int threads = 0;                                          ///< 0: OpenMP's default
   double seconds = 1.0;                                     ///< per row, at least; not on a GPU

@@ -121,8 +121,9 @@ __device__ __forceinline__ std::int32_t row_of(const InputArgs& args, std::int64
 }
 
 /// blockDim.x threads of each of gridDim.y blocks have a row, of which each takes so many pieces at a time,
-/// all of them read before the row's scale is known. `kBytes`: codes.
-template <class Activation, class Input, bool kBytes, int kPieces>
+/// all of them read before the row's scale is known. `kBytes`: codes; `kOfCopies`: copies have static scales
+/// of their own (apart from other kernels, as it takes twice the registers).
+template <class Activation, class Input, bool kBytes, int kPieces, bool kOfCopies>
 __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) {
   constexpr Operand a = Activation::operand;
   constexpr bool with_row_scales = has_row_scales(a), with_record_scales = has_record_scales(a),
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   using Range = typename Row<Input>::Range;
   const unsigned blocks = gridDim.y, block = blockIdx.y;  // of the row
   const bool with_static = a.may_be_static() && args.static_scales != nullptr;
-  if constexpr (scales_by_cluster(a))
+  if constexpr (scales_by_cluster(a) && !kOfCopies)
     if (blocks > 1 && !with_static) cooperative_groups::this_cluster().sync();  // see max_over_cluster
   if (!args.x_is_old)
     wait_and_let_start(args);
@@ -145,38 +146,62 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   typename Row<Input>::Piece x[kPieces];
 #pragma unroll
   for (int p = 0; p < kPieces; ++p) x[p] = row.load(k + p * step);
+
+  RowScales scales;
+  int expert = -1;
+  std::int32_t place = -1;  // of copy `lane`
+  // Loads that wait for each other, as early as what they read may be there.
+  const auto find_places = [&] {
+    expert = expert_of(args, i);
+    if (expert >= 0 && lane < args.copies) place = row_of(args, i * args.copies + lane, expert);
+    if (with_static && expert >= 0)
+      scales = RowScales::of_static(
+          args.static_scales[kOfCopies && place >= 0 ? args.ids[i * args.copies + lane] : expert]);
+  };
+  if (!args.x_is_old) find_places();
   Range range{0, true};  // of x
   if constexpr (whole || with_row_scales)
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
-  RowScales scales;
-  if constexpr (scales_by_cluster(a))
+  if constexpr (scales_by_cluster(a) && !kOfCopies)
     if (!with_static) {
       const float amax = fmaxf(range.amax, row.range(k + kPieces * step, step).amax);
       scales = RowScales::of_amax<Activation>(max_over_cluster(amax));
     }
-  if (args.x_is_old) wait_and_let_start(args);
-
-  const int expert = expert_of(args, i);
-  __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerLane / 2];
-  const Store store{args, lane,
-                    expert >= 0 && lane < args.copies ? row_of(args, i * args.copies + lane, expert) : -1,
-                    columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32]};
-
-  if constexpr (with_row_scales) {
-    if (with_static) {
-      scales = RowScales::of_static(args.static_scales[max(expert, 0)]);
-    } else if constexpr (a.group.n == 0) {
+  if (args.x_is_old) {
+    wait_and_let_start(args);
+    find_places();
+  }
+  if constexpr (with_row_scales && a.group.n == 0 && !kOfCopies)
+    if (!with_static) {
       TensorRows tensor(args, max(expert, 0));
       if (rows >= kManyOfTensor) tensor.end = min(tensor.end, tensor.first + 1);
       scales = RowScales::of_amax<Activation>(tensor.max_of(args.amax));
     }
-  }
   if (expert < 0) return;
-  if (with_row_scales && block == 0 && thread < args.copies && store.place >= 0)
-    args.row_scales[store.place] = scales.whole;
 
-  round_row<Activation, kBytes>(row, x, range, scales, k, step, store);
+  if (with_row_scales && block == 0 && thread < args.copies && place >= 0)
+    args.row_scales[place] = scales.whole;
+  __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerLane / 2];
+  std::uint32_t* const own_columns = columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32];
+  const auto round = [&](const RowScales& by, int copies, std::int32_t to) {
+    round_row<Activation, kBytes>(row, x, range, by, k, step, Store{args, lane, copies, to, own_columns});
+  };
+  if constexpr (kOfCopies) {
+    // They belong to experts, whose scales may differ: then the row is rounded for each.
+    const int first = __ffs(__ballot_sync(~0u, place >= 0)) - 1;  // that is there
+    if (first < 0) return;
+    const RowScales of_first = scales.of_lane(first);
+    if (!__all_sync(~0u, place < 0 || scales == of_first)) {
+#pragma unroll 1
+      for (int copy = first; copy < args.copies; ++copy)
+        if (const std::int32_t to = __shfl_sync(~0u, place, copy); to >= 0)
+          round(scales.of_lane(copy), 1, lane == 0 ? to : -1);
+      return;
+    }
+    scales = of_first;
+  }
+  round(scales, args.copies, place);
 }
 
 /// What threads read of a row of codes.
@@ -253,7 +278,8 @@ __global__ void __launch_bounds__(kThreads) codes_kernel(const InputArgs args) {
   const int expert = expert_of(args, i);
   if (expert < 0) return;  // whole warps
   __shared__ alignas(16) std::uint32_t columns[kThreads / 32][32 * kPerLane / 2];
-  const Store store{args, lane, lane < args.copies ? row_of(args, i * args.copies + lane, expert) : -1,
+  const Store store{args, lane, args.copies,
+                    lane < args.copies ? row_of(args, i * args.copies + lane, expert) : -1,
                     columns[(threadIdx.y * blockDim.x + threadIdx.x) / 32]};
   if constexpr (has_row_scales(a))
     if (thread < args.copies && store.place >= 0)
@@ -305,7 +331,7 @@ struct RowTeams {
   /// `blocks`: of a row.
   cudaError_t operator()(void (*kernel)(InputArgs), const InputArgs& args, unsigned blocks,
                          cudaStream_t stream) const {
-    const bool together = scales_by_cluster(args.activation);
+    const bool together = scales_by_cluster(args.activation) && args.static_scales == nullptr;
     return launch_dependent(kernel,
                             {.blocks = dim3((rows + of_block - 1) / of_block, blocks),
                              .threads = dim3(threads, of_block),
@@ -334,10 +360,13 @@ cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
       }
     }
   constexpr bool bytes = are_bytes(byte_kind(Activation::operand));
+  if constexpr (Activation::operand.may_be_static())
+    if (args.static_scales != nullptr && args.copies > 1)
+      return launch(inputs_kernel<Activation, Input, bytes, many_pieces, true>, blocks);
   if constexpr (bytes)  // many rows hardly ever become 16-bit numbers
-    if (args.order.bytes == 0) return launch(inputs_kernel<Activation, Input, false, 1>, blocks);
-  return launch(all.many ? inputs_kernel<Activation, Input, bytes, many_pieces>
-                         : inputs_kernel<Activation, Input, bytes, 1>,
+    if (args.order.bytes == 0) return launch(inputs_kernel<Activation, Input, false, 1, false>, blocks);
+  return launch(all.many ? inputs_kernel<Activation, Input, bytes, many_pieces, false>
+                         : inputs_kernel<Activation, Input, bytes, 1, false>,
                 blocks);
 }
 

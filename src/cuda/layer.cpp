@@ -44,7 +44,7 @@ struct LayerBuffers {
   Buffer<std::int32_t> progress;  ///< of launch_chain; or counters of two launches
   std::int32_t progress_size = 0;
   FfnBuffers routed, shared;
-  bool may_be_static = false;  // static activation scales: then inputs are rounded per slot
+  bool may_be_static = false;  // static activation scales: then rows of inputs may be those of slots
 
   LayerBuffers(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {
     const auto tokens = static_cast<std::size_t>(options.max_tokens),
@@ -103,7 +103,7 @@ class LayerRun {
 
   Status run() {
     const bool with_static = b_.may_be_static && state_.static_input_scales,
-               per_slot = with_static && !codes();
+               per_slot = with_static && !codes() && !tiled();
     const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
                      down = choice_.kernel(weights_.down.wide);
     const GemmRouting by_gate_up = route(per_slot, gate_up);
@@ -119,12 +119,9 @@ class LayerRun {
     } else {
       InputArgs in = hidden(b_.routed, per_slot ? slots_ : tokens_, gate_up);
       if (per_slot || tiled()) of_slots(in);
-      if (per_slot) {
-        in.divisor = spec_.top_k;
-        in.static_scales = weights_.input_scales;
-      } else if (tiled()) {
-        in.copies = spec_.top_k;
-      }
+      if (per_slot) in.divisor = spec_.top_k;
+      if (tiled()) in.copies = spec_.top_k;
+      if (with_static && !codes()) in.static_scales = weights_.input_scales;
       in.x_is_old = !few();  // the kernel before sorts slots
       if (tiled()) in.first_weights = first_weights(first);
       then("round inputs", launch_inputs, in, stream_);

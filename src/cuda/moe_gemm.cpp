@@ -103,7 +103,9 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int
 bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding) {
   if (gate_up.chain == nullptr || gate_up.chain != down.chain) return false;
   if (rounding == nullptr) return true;
-  if (gate_up.byte_order == 0 || !rounds_in_chain(rounding->activation) || rounding->static_scales != nullptr)
+  // A row's largest number is found by what rounds the row. Static scales need none.
+  if (gate_up.byte_order == 0 ||
+      !(rounds_in_chain(rounding->activation) || rounding->static_scales != nullptr))
     return false;
   if (gate_up.chain == gate_up.function) return true;
   // To be as fast as a launch, a piece should have more than one row.

@@ -57,19 +57,23 @@ __device__ __forceinline__ void round_piece(const GemmChain& chain, const CutIte
     if constexpr (!T::record_scales) {
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
-      float amax = group_max<32>(fmaxf(range.amax, row.range(k + kPieces * step, step).amax));
-      if (warps > 1) {
-        memory.largest[warp] = amax;
-        sync_multiplying<T>();
-        amax = group_max<32>(lane < warps ? memory.largest[warp - rank + lane] : 0.0f);
-        sync_multiplying<T>();  // before the next ones
+      if (args.static_scales != nullptr) {
+        scales = RowScales::of_static(args.static_scales[item.expert]);
+      } else {
+        float amax = group_max<32>(fmaxf(range.amax, row.range(k + kPieces * step, step).amax));
+        if (warps > 1) {
+          memory.largest[warp] = amax;
+          sync_multiplying<T>();
+          amax = group_max<32>(lane < warps ? memory.largest[warp - rank + lane] : 0.0f);
+          sync_multiplying<T>();  // before the next ones
+        }
+        scales = RowScales::of_amax<RoundedTo<T>>(amax);
       }
-      scales = RowScales::of_amax<RoundedTo<T>>(amax);
       if (rank == 0 && lane == 0 && i < end) args.row_scales[item.row + i] = scales.whole;
     }
     round_row<RoundedTo<T>, true>(
         row, x, range, scales, k, step,
-        Store{args, lane, lane == 0 && i < end ? item.row + i : -1, memory.columns[warp]});
+        Store{args, lane, 1, lane == 0 && i < end ? item.row + i : -1, memory.columns[warp]});
   }
 }
 

@@ -41,7 +41,7 @@ struct Row {
 static_assert(kMostTopK <= 32, "a lane has each copy's place");
 struct Store {
   const InputArgs& args;
-  const int lane;
+  const int lane, copies;
   const std::int32_t place;      // of copy `lane`; -1: there is none
   std::uint32_t* const columns;  // shared, room for them
 
@@ -62,7 +62,7 @@ struct Store {
     piece = reinterpret_cast<const uint4*>(columns)[lane];
     __syncwarp();
 #pragma unroll 1
-    for (int i = 0; i < args.copies; ++i)
+    for (int i = 0; i < copies; ++i)
       if (const std::int32_t row = place_of(i); row >= 0 && k < args.stride)
         *reinterpret_cast<uint4*>(args.rows + tile_position(args.tile_rows, row, k)) = piece;
   }
@@ -83,7 +83,7 @@ struct Store {
     const std::int64_t rows_before = static_cast<std::int64_t>(k / kRecordColumns) * args.tile_rows;
     uint4* record = reinterpret_cast<uint4*>(args.rows) + rows_before * 8;
 #pragma unroll 1
-    for (int first = 0; first < args.copies; first += 2)
+    for (int first = 0; first < copies; first += 2)
       if (const std::int32_t row = place_of(first + lane / 16); row >= 0 && k < args.stride)
         record[(row * 8u + row % 8u) ^ lane % 8u] = piece;
   }
@@ -91,7 +91,7 @@ struct Store {
   /// That of the record that begins at k.
   __device__ __forceinline__ void record_scale(int k, float scale) const {
 #pragma unroll 1
-    for (int i = 0; i < args.copies; ++i)
+    for (int i = 0; i < copies; ++i)
       if (const std::int64_t to = place_of(i); to >= 0 && k < args.stride && k % kRecordColumns == 0)
         args.record_scales[args.tile_rows == 0 ? (to * args.stride + k) / kRecordColumns
                                                : k / kRecordColumns * args.tile_rows + to] = scale;

@@ -63,6 +63,15 @@ struct RowScales {
   __device__ __forceinline__ static RowScales of_static(const TensorScale& scale) {
     return {scale.apply(1.0f), scale};
   }
+  /// Those of a lane. By whole warps.
+  __device__ __forceinline__ RowScales of_lane(int lane) const {
+    return {
+        __shfl_sync(~0u, whole, lane),
+        {__shfl_sync(~0u, two_level.value, lane), __shfl_sync(~0u, two_level.divides ? 1 : 0, lane) != 0}};
+  }
+  __device__ __forceinline__ bool operator==(const RowScales& other) const {
+    return whole == other.whole && two_level.value == other.two_level.value;
+  }
 };
 
 /// What numbers are divided by before they become codes, and what a code's value is multiplied by; `record`

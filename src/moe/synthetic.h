@@ -25,9 +25,11 @@ struct SyntheticLayers {
   MoeSpec spec;
   std::vector<ExpertWeights> layers;
 
-  /// As many layers of a shape, each with memory of its own, as hold `bytes`. dtype: BenchOptions::dtype.
+  /// As many layers of a shape, each with memory of its own, as hold `bytes`. dtype, static_scales:
+  /// BenchOptions.
   static Result<SyntheticLayers> create(const BenchShape& shape, SchemeId scheme, std::uint64_t bytes,
-                                        const Device& device = {}, DType dtype = DType::bf16);
+                                        const Device& device = {}, DType dtype = DType::bf16,
+                                        bool static_scales = false);
 };
 
 /// Calls with the same number of tokens, random routing, and another layer each time.

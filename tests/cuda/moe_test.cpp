@@ -112,6 +112,21 @@ class GpuMoe : public GpuTest {
         << tokens << " tokens, pattern " << static_cast<int>(pattern);
     EXPECT_EQ(run(layer, options, weights, x, routed), out) << "another run, other bits";
   }
+  /// By every candidate of the largest of these numbers of tokens.
+  static void expect_close_by_all(const Layer& layer, const std::vector<int>& counts) {
+    const ExpertWeights weights = layer.weights({}, kGpu);
+    PlanOptions options{.max_tokens = counts.back(), .debug_workspace = true};
+    const auto plan = MoePlan::create(layer.spec(), options, kGpu);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    const auto candidates = plan->candidates(options.max_tokens);
+    ASSERT_GE(candidates.size(), 2u);
+    for (const CudaCandidate& candidate : candidates) {
+      SCOPED_TRACE(describe(candidate.tuning));
+      options.cuda_tuning = candidate.tuning;
+      for (const int tokens : counts)
+        expect_close(layer, weights, options, static_cast<std::size_t>(tokens), Pattern::uniform);
+    }
+  }
 };
 
 class EveryScheme : public GpuMoe, public testing::WithParamInterface<SchemeAndType> {
@@ -159,11 +174,10 @@ TEST_P(EveryScheme, WeightsOnly) {
   expect_close(Layer(small_spec()), {.max_tokens = 20, .weights_only = true}, 20, Pattern::uniform);
 }
 
+// Experts with scales of their own, some of which are the same.
 TEST_P(EveryScheme, StaticActivationScales) {
-  const Operand& activation = scheme(id()).activation;
-  if (!activation.may_be_static()) return;
-  expect_close(Layer(small_spec(), 3, true), {.max_tokens = 20, .debug_workspace = true}, 20,
-               Pattern::uniform);
+  if (scheme(id()).activation.may_be_static())
+    expect_close_by_all(Layer(small_spec(), 3, true), {3, 20, 300});
 }
 
 TEST_P(EveryScheme, LongRows) {
@@ -177,18 +191,7 @@ TEST_P(EveryScheme, LongRows) {
 }
 
 TEST_P(EveryScheme, EveryCandidate) {
-  const Layer layer(small_spec());
-  const ExpertWeights weights = layer.weights({}, kGpu);
-  PlanOptions options{.max_tokens = 90, .debug_workspace = true};
-  const auto plan = MoePlan::create(layer.spec(), options, kGpu);
-  ASSERT_TRUE(plan.ok()) << plan.status().message();
-  const auto candidates = plan->candidates(90);
-  ASSERT_GE(candidates.size(), 2u);
-  for (const CudaCandidate& candidate : candidates) {
-    SCOPED_TRACE(describe(candidate.tuning));
-    options.cuda_tuning = candidate.tuning;
-    for (const std::size_t tokens : {3, 90}) expect_close(layer, weights, options, tokens, Pattern::uniform);
-  }
+  expect_close_by_all(Layer(small_spec()), {3, 90});
 }
 
 // A token alone has the bits that it has among others.
@@ -450,16 +453,16 @@ TEST_F(GpuMoe, BadCalls) {
 // Slots of ids that there is no expert for add nothing, and nothing of them is read.
 TEST_F(GpuMoe, IdsOutOfRange) {
   for (const SchemeId id : {SchemeId::int4_g128, SchemeId::fp8_tensor_afp8})
-    for (const bool with_static : {false, true}) {
+    for (const auto& [with_static, tokens] : {std::pair{false, 6}, {true, 6}, {false, 200}, {true, 200}}) {
       MoeSpec spec;
       spec.scheme = id;
       spec.experts = 4;
       spec.top_k = 2;
       spec.hidden = spec.intermediate = 128;
       Layer layer(spec, 5, with_static && scheme(id).quantizes_activations());
-      const Hidden x = narrow<formats::bf16>(layer.numbers(6 * 128, 1.0f));
-      const PlanOptions options{.max_tokens = 6};
-      Routed bad = route_by(Pattern::uniform, spec, 6), none = bad;
+      const Hidden x = narrow<formats::bf16>(layer.numbers(static_cast<std::size_t>(tokens) * 128, 1.0f));
+      const PlanOptions options{.max_tokens = tokens};
+      Routed bad = route_by(Pattern::uniform, spec, static_cast<std::size_t>(tokens)), none = bad;
       for (std::size_t slot = 0; slot < bad.ids.size(); slot += 2) {
         bad.ids[slot] = slot % 4 == 0 ? -1 : 1000000;
         none.ids[slot] = none.ids[slot + 1];
