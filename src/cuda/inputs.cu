@@ -83,10 +83,14 @@ struct TensorRows {
   }
   /// The largest of their numbers so far, for all threads of a row: by so many of them.
   __device__ __forceinline__ float max_of(const float* amax) const {
+    constexpr int at_once = 8;  // loads that do not wait for each other
+    const int step = static_cast<int>(blockDim.x);
     float largest = 0;
 #pragma unroll 1
-    for (int i = first + static_cast<int>(threadIdx.x); i < end; i += static_cast<int>(blockDim.x))
-      largest = fmaxf(largest, amax[i]);
+    for (int i = first + static_cast<int>(threadIdx.x); i < end; i += at_once * step)
+#pragma unroll
+      for (int j = 0; j < at_once; ++j)
+        if (i + j * step < end) largest = fmaxf(largest, amax[i + j * step]);
     return row_max(largest);
   }
 };
