@@ -102,8 +102,7 @@ class LayerRun {
         choice_(plan.routed.at(tokens_)) {}
 
   Status run() {
-    const bool with_static = b_.may_be_static && state_.static_input_scales,
-               per_slot = with_static && !codes() && !tiled();
+    const bool per_slot = with_static() && !codes() && !tiled();
     const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
                      down = choice_.kernel(weights_.down.wide);
     const GemmRouting by_gate_up = route(per_slot, gate_up);
@@ -121,7 +120,7 @@ class LayerRun {
       if (per_slot || tiled()) of_slots(in);
       if (per_slot) in.divisor = spec_.top_k;
       if (tiled()) in.copies = spec_.top_k;
-      if (with_static && !codes()) in.static_scales = weights_.input_scales;
+      if (with_static() && !codes()) in.static_scales = weights_.input_scales;
       in.x_is_old = !few();  // the kernel before sorts slots
       if (tiled()) in.first_weights = first_weights(first);
       then("round inputs", launch_inputs, in, stream_);
@@ -129,8 +128,9 @@ class LayerRun {
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, down));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    const InputArgs rounding = round_mid(b_.routed, slots_, with_static, down);
-    const InputArgs* rounded = rounding.activation.quantized() && !gate_up.rounds ? &rounding : nullptr;
+    const InputArgs rounding = round_mid(b_.routed, slots_, with_static(), down);
+    const bool are_codes = gate_up.rounds || first.static_scales != nullptr;
+    const InputArgs* rounded = rounding.activation.quantized() && !are_codes ? &rounding : nullptr;
     std::int32_t* const progress = b_.progress.at(base_);
     const auto counter = [&](const GemmKernel& kernel, int i) {
       return kernel.counts ? progress + i : nullptr;
@@ -260,6 +260,8 @@ class LayerRun {
                 FirstWeights::kPieceBytes)};
   }
 
+  /// Whether routed experts have static scales of activations.
+  bool with_static() const { return b_.may_be_static && state_.static_input_scales; }
   /// Whether hidden states are quantized already.
   bool codes() const { return call_.inputs.hidden_scales != nullptr; }
   /// Hidden states, as a multiply takes them.
@@ -303,7 +305,13 @@ class LayerRun {
     } else if (kernel.rounds) {
       args.out = ffn.mid.rows.at(base_);
       args.out_tile_rows = ffn.mid.tile_rows;
-      args.out_record_scales = ffn.mid.record_scales.at(base_);
+      args.out_scales = ffn.mid.record_scales.at(base_);
+    } else if (&ffn == &b_.routed && with_static() && kernel.rounds_static &&
+               ffn.intermediate == ffn.mid.stride) {
+      args.out = ffn.mid.rows.at(base_);
+      args.out_tile_rows = ffn.mid.tile_rows;
+      args.out_scales = ffn.mid.row_scales.at(base_);
+      args.static_scales = weights_.mid_scales;
     } else if (a.quantized()) {
       args.out = ffn.mid_sums.at(base_);
       args.out_stride = ffn.intermediate;

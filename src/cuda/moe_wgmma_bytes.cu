@@ -38,6 +38,7 @@ GemmKernel kernel_of() {
           .may_share = T::may_share,
           .tiled = true,
           .rounds = T::rounds_channels,
+          .rounds_static = leaves_codes<T>,
           .counts = T::counts && !T::few,
           .chain = chain,
           .byte_order = byte_order(T::P)};

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "cuda/moe_gemm_finish.cuh"
+#include "cuda/moe_wgmma_codes.cuh"
 #include "cuda/moe_wgmma_ring.cuh"
 
 namespace gatefold::cuda {
@@ -175,6 +176,8 @@ class LaneRows {
     if (!gate_up_ && whole && !f32) return store_narrow_rows(sums);
     if (gate_up_ && tiled) return finish_in_tiles([&](auto&& store) { finish_channels(sums, store); });
     if (unit_ >= units()) return;
+    if constexpr (leaves_codes<T>)
+      if (gate_up_ && args_.static_scales != nullptr) return finish_codes(sums);
     if (gate_up_)
       finish_channels(sums, [&](const Sums& own, int first) { store_channels(own, first); });
     else if (f32)
@@ -309,6 +312,31 @@ class LaneRows {
   __device__ __forceinline__ Out* slot_of(int token) const {
     return static_cast<Out*>(args_.out) + tile_.expert * args_.part_out +
            (tile_.first + token) * args_.out_stride;
+  }
+
+  /// Codes, in tiles: 8 bytes of each token.
+  template <class AllSums>
+  __device__ __forceinline__ void finish_codes(AllSums& sums) const {
+    const float scale = args_.static_scales[tile_.expert].apply(1.0f);
+    const int own = lane_ / 4, token = own / 2 * 8 + token_ + own % 2, k = unit_ * 8,
+              chunk = k / 8 % 4 * 2 + k / 64 % 2;
+    auto* const out = static_cast<uint2*>(args_.out) +
+                      (static_cast<std::int64_t>(k / kRecordColumns) * args_.out_tile_rows + tile_.row) * 16;
+    finish_channels(sums, [&](const Sums& channels, int first) {
+      Elements<formats::f32, kEights * 2> numbers;  // of this lane's channel, by its tokens
+#pragma unroll
+      for (int i = 0; i < kEights * 2; ++i)
+        numbers.words[i] = first + i / 2 * 8 + token_ + i % 2 < tile_.count
+                               ? __float_as_uint(channels[i / 2 * 4 + i % 2])
+                               : 0;
+      std::uint32_t words[2];
+      encode_by_scale(numbers, scale, words);
+      const uint2 codes = codes_of_token(words);
+      const int row = first + token;
+      if (row >= tile_.count) return;
+      out[(row * 8 + (chunk ^ (tile_.row + row) % 8)) * 2 + k / 32 % 2] = codes;
+      if (unit_ == 0) args_.out_scales[tile_.row + row] = scale;
+    });
   }
 
   /// f32, in rows of channels.

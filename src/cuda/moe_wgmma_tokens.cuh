@@ -226,7 +226,7 @@ class WarpTokens {
       auto* const out = static_cast<uint4*>(args_.out) + row * (kRecordColumns / 16);
 #pragma unroll
       for (int i = 0; i < 2; ++i) out[(lane_ % 4 * 2 + i) ^ lane_ / 4] = pieces[i];
-      if (lane_ % 4 == 0) args_.out_record_scales[row] = factors.record;
+      if (lane_ % 4 == 0) args_.out_scales[row] = factors.record;
     }
   }
   /// Quotients of 2 of each 8 channels as codes: words[q][i] are of channels 64 i + 8 q on and 32 further.

@@ -116,5 +116,63 @@ TEST_F(NarrowResults, Codes) {
   }
 }
 
+/// With 8 channels more, which are 0.
+ReferenceFfn with_empty_channels(ReferenceFfn ffn) {
+  for (QuantizedMatrix* matrix : {&ffn.gate, &ffn.up}) {
+    matrix->n += 8;
+    matrix->values.resize(static_cast<std::size_t>(matrix->n * matrix->k));
+  }
+  QuantizedMatrix& down = ffn.down;
+  std::vector<std::byte> wider(static_cast<std::size_t>(down.n * (down.k + 8)));
+  for (std::int64_t row = 0; row < down.n; ++row)
+    std::copy_n(down.values.begin() + row * down.k, down.k, wider.begin() + row * (down.k + 8));
+  down.values = std::move(wider);
+  down.k += 8;
+  return ffn;
+}
+
+// Ends of tiles leave the codes by static scales that a kernel makes where rows end within a record, whatever
+// the numbers are.
+TEST_F(NarrowResults, StaticCodes) {
+  constexpr std::size_t hidden = 256;
+  MoeSpec spec;
+  spec.scheme = SchemeId::fp8_tensor_afp8;
+  spec.experts = 3;
+  spec.top_k = 2;
+  spec.hidden = hidden;
+  spec.intermediate = 384;
+  Layer layer(spec, 4, true);
+  MoeSpec wider = spec;
+  wider.intermediate += 8;
+  ReferenceWeights padded = layer.reference();
+  for (ReferenceFfn& expert : padded.routed) expert = with_empty_channels(expert);
+  for (const std::size_t tokens : {5, 90, 301}) {
+    std::vector<float> numbers = layer.numbers(tokens * hidden, 1.0f);
+    for (const auto& [token, factor] :
+         {std::pair<std::size_t, float>{0, 0.0f}, {1, 1e-20f}, {2, 1e15f}, {3, 1e30f}})
+      for (std::size_t i = 0; i < hidden; ++i) numbers[token * hidden + i] *= factor;
+    const auto x = codes_of<formats::bf16>(numbers);
+    PlanOptions options{.max_tokens = static_cast<int>(tokens), .debug_workspace = true};
+    const ExpertWeights weights = layer.weights(options, Device::cuda()),
+                        wider_weights = pack(wider, padded, options, Device::cuda());
+    const auto any = MoePlan::create(spec, options, Device::cuda());
+    ASSERT_TRUE(any.ok()) << any.status().message();
+    for (const CudaCandidate& candidate : any->candidates(options.max_tokens)) {
+      if (candidate.tuning.body != CudaTuning::Body::warpgroups) continue;
+      SCOPED_TRACE(testing::Message() << describe(candidate.tuning) << ", " << tokens << " tokens");
+      options.cuda_tuning = candidate.tuning;
+      std::vector<std::uint32_t> bits[2];
+      for (int i = 0; i < 2; ++i) {
+        const auto plan = MoePlan::create(i == 0 ? spec : wider, options, Device::cuda());
+        ASSERT_TRUE(plan.ok()) << plan.status().message();
+        for (const float value :
+             run<float>(*plan, i == 0 ? weights : wider_weights, x, route(tokens), DType::f32))
+          bits[i].push_back(std::bit_cast<std::uint32_t>(value));
+      }
+      EXPECT_EQ(bits[0], bits[1]);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace gatefold
