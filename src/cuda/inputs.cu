@@ -364,7 +364,7 @@ cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
       }
     }
   constexpr bool bytes = are_bytes(byte_kind(Activation::operand));
-  if constexpr (Activation::operand.may_be_static())
+  if constexpr (bytes && Activation::operand.may_be_static())
     if (args.static_scales != nullptr && args.copies > 1)
       return launch(inputs_kernel<Activation, Input, bytes, many_pieces, true>, blocks);
   if constexpr (bytes)  // many rows hardly ever become 16-bit numbers

@@ -102,9 +102,10 @@ class LayerRun {
         choice_(plan.routed.at(tokens_)) {}
 
   Status run() {
-    const bool per_slot = with_static() && !codes() && !tiled();
     const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
                      down = choice_.kernel(weights_.down.wide);
+    // A token's row, which belongs to several experts with scales of their own, is rounded for each as bytes.
+    const bool per_slot = with_static() && !codes() && gate_up.byte_order == 0;
     const GemmRouting by_gate_up = route(per_slot, gate_up);
     GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, gate_up));
     first.routing = by_gate_up;
@@ -118,8 +119,10 @@ class LayerRun {
     } else {
       InputArgs in = hidden(b_.routed, per_slot ? slots_ : tokens_, gate_up);
       if (per_slot || tiled()) of_slots(in);
-      if (per_slot) in.divisor = spec_.top_k;
-      if (tiled()) in.copies = spec_.top_k;
+      if (per_slot)
+        in.divisor = spec_.top_k;
+      else if (tiled())
+        in.copies = spec_.top_k;
       if (with_static() && !codes()) in.static_scales = weights_.input_scales;
       in.x_is_old = !few();  // the kernel before sorts slots
       if (tiled()) in.first_weights = first_weights(first);
