@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/measure.h"
+#include "format/code_rows.h"
 #include "gatefold/codec.h"
 #include "gatefold/cuda_linear.h"
 #include "gatefold/cuda_quantize.h"
@@ -68,8 +69,7 @@ struct CallRows {
                                                      {.values = codes.data(), .scales = scales.data()},
                                                      {workspace.data(), workspace.bytes()});
     if (!status.ok() || !cuda::synchronize().ok()) std::exit(1);
-    const bool integers = scheme(id).activation.value == formats::int8;
-    inputs.x = {codes.data(), integers ? DType::i8 : DType::f8_e4m3, rows, k};
+    inputs.x = {codes.data(), dtype_of_codes(scheme(id).activation.value), rows, k};
     inputs.scales = scales.data();
   }
 };

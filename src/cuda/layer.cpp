@@ -310,7 +310,7 @@ class LayerRun {
       args.out_tile_rows = ffn.mid.tile_rows;
       args.out_scales = ffn.mid.record_scales.at(base_);
     } else if (&ffn == &b_.routed && with_static() && kernel.rounds_static &&
-               ffn.intermediate == ffn.mid.stride) {
+               ffn.intermediate == ffn.mid.stride) {  // what follows a row in its last record would be 0
       args.out = ffn.mid.rows.at(base_);
       args.out_tile_rows = ffn.mid.tile_rows;
       args.out_scales = ffn.mid.row_scales.at(base_);

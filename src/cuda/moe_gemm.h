@@ -99,9 +99,10 @@ struct GemmArgs {
   void* out = nullptr;                              ///< [slots, out_stride]
   std::int64_t out_stride = 0;
   std::int32_t out_tile_rows = 0;  ///< of outputs of gate_up that down reads: GemmInputs::tile_rows
-  /// Of codes that gate_up leaves: GemmInputs::record_scales (GemmKernel::rounds), or row_scales, which are
-  /// static: [experts].
+  /// Of codes that gate_up leaves: GemmInputs::record_scales (GemmKernel::rounds), or, by static scales,
+  /// row_scales.
   float* out_scales = nullptr;
+  /// [experts], if gate_up is to leave codes by them (GemmKernel::rounds_static), or nullptr.
   const TensorScale* static_scales = nullptr;
   DType out_dtype = DType::f32;  ///< unless outputs are codes
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
@@ -182,7 +183,7 @@ struct GemmKernel {
   /// Inputs, and what gate and up leave for down, are tiles; other outputs belong to positions, not to slots.
   bool tiled = false;
   bool rounds = false;           ///< gate and up leave codes with scales of records, not sums
-  bool rounds_static = false;    ///< and, asked to (GemmArgs::static_scales), codes by those
+  bool rounds_static = false;    ///< gate and up leave codes by GemmArgs::static_scales, if there are any
   bool counts = false;           ///< launches of one multiply have a counter, by which blocks take tiles
   const void* chain = nullptr;   ///< for two multiplies in one launch (moe_chain.h), or nullptr
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers

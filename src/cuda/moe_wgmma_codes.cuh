@@ -3,8 +3,6 @@
 /// Channels that gate and up leave as codes of e4m3 by a static scale: a tile's end rounds what its lanes
 /// have (moe_wgmma_finish.cuh), as launch_inputs does it, bit for bit.
 
-#include "cuda/elements.cuh"
-#include "cuda/encode.cuh"
 #include "cuda/moe_wgmma_ring.cuh"
 
 namespace gatefold::cuda {
@@ -14,26 +12,6 @@ namespace gatefold::cuda {
 template <class T>
 inline constexpr bool leaves_codes =
     !T::few && T::bytes && T::M == formats::e4m3 && T::P.value == formats::e4m3 && !T::record_scales;
-
-/// Of 8 numbers, quotients as codes, four of a word.
-__device__ __forceinline__ void encode_by_scale(const Elements<formats::f32, 8>& numbers, float scale,
-                                                std::uint32_t (&words)[2]) {
-  const auto encode = [&](const auto& divider) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      words[i] =
-          encode_pair<formats::e4m3>(divider.quotient(numbers[4 * i]), divider.quotient(numbers[4 * i + 1])) |
-          encode_pair<formats::e4m3>(divider.quotient(numbers[4 * i + 2]),
-                                     divider.quotient(numbers[4 * i + 3]))
-              << 16;
-  };
-  const auto range = numbers.range();
-  const FastDivider divider(scale);
-  if (__all_sync(~0u, range.finite && divider.fits(range.amax)))
-    encode(divider);
-  else
-    encode(AnyDivider(scale));
-}
 
 /// Lanes q, q + 4, .. have codes of a channel each, of tokens 0 to 7. Of these each gets one, its own of
 /// them, with all channels, in the order of a record of 8 bits: 0, 2, 1, 3, and 4, 6, 5, 7.

@@ -12,6 +12,7 @@
 #include "cuda/moe_gemm_finish.cuh"
 #include "cuda/moe_wgmma_codes.cuh"
 #include "cuda/moe_wgmma_ring.cuh"
+#include "cuda/rounding.cuh"
 
 namespace gatefold::cuda {
 
@@ -329,8 +330,10 @@ class LaneRows {
         numbers.words[i] = first + i / 2 * 8 + token_ + i % 2 < tile_.count
                                ? __float_as_uint(channels[i / 2 * 4 + i % 2])
                                : 0;
+      const auto range = numbers.range();
+      const bool fits = __all_sync(~0u, range.finite && FastDivider(scale).fits(range.amax));
       std::uint32_t words[2];
-      encode_by_scale(numbers, scale, words);
+      encode_elements<T::M>(numbers, scale, range, fits, words);
       const uint2 codes = codes_of_token(words);
       const int row = first + token;
       if (row >= tile_.count) return;

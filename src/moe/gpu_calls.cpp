@@ -9,6 +9,18 @@
 #include "moe/weights.h"
 
 namespace gatefold {
+namespace {
+
+Status allocate(std::span<const std::pair<cuda::Memory*, std::size_t>> all, int device) {
+  for (const auto& [memory, bytes] : all) {
+    auto allocated = cuda::Memory::allocate(bytes, "a bench", device);
+    if (!allocated) return allocated.status();
+    *memory = std::move(*allocated);
+  }
+  return {};
+}
+
+}  // namespace
 
 Result<GpuCalls> GpuCalls::create(const SyntheticLayers& layers, int tokens, BenchFrom from,
                                   BenchRouting routing, const MoePlan& plan) {
@@ -87,11 +99,7 @@ Status GpuCalls::copy(const MoePlan& plan) {
       {&hidden_, elements * 2},       {&out_, elements * 2},
       {&ids_, count() * slots() * 4}, {&logits_, count() * logits_of_call() * 4},
       {&weights_, slots() * 4},       {&workspace_, plan.workspace_bytes()}};
-  for (const auto& [memory, bytes] : all) {
-    auto allocated = cuda::Memory::allocate(bytes, "a bench", device);
-    if (!allocated) return allocated.status();
-    *memory = std::move(*allocated);
-  }
+  if (Status status = allocate(all, device); !status.ok()) return status;
   const cuda::DeviceGuard guard(device);
   std::normal_distribution<float> normal;
   std::vector<std::uint16_t> x(elements);
@@ -128,11 +136,7 @@ Status GpuCalls::quantize_hidden() {
                                                        {&scales_, layout->scale_bytes},
                                                        {&token_scales_, layout->token_scale_bytes},
                                                        {&workspace, layout->workspace_bytes}};
-  for (const auto& [memory, bytes] : all) {
-    auto allocated = cuda::Memory::allocate(bytes, "a bench", device);
-    if (!allocated) return allocated.status();
-    *memory = std::move(*allocated);
-  }
+  if (Status status = allocate(all, device); !status.ok()) return status;
   const cuda::DeviceGuard guard(device);
   const Status status = cuda::quantize_activations(
       id, {.x = x, .rows = x.rows},

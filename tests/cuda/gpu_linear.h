@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "format/code_rows.h"
 #include "gatefold/cuda_linear.h"
 #include "gatefold/linear.h"
 #include "gpu.h"
@@ -58,8 +59,7 @@ class GpuLinear : public GpuTest {
     if (!plan) return {};
     const DeviceVector<std::byte> codes(x.values), scales(x.scales);
     const DeviceVector<float> token_scales(x.token_scales);
-    const Format value = scheme(x.scheme).activation.value;
-    const DType dtype = value == formats::int8 ? DType::i8 : value.bits == 4 ? DType::f4 : DType::f8_e4m3;
+    const DType dtype = dtype_of_codes(scheme(x.scheme).activation.value);
     return call(*plan, weights,
                 {.x = {codes.data(), dtype, x.rows, x.k},
                  .scales = scales.data(),

@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "../moe_layer.h"
+#include "format/code_rows.h"
 #include "gatefold/cuda_quantize.h"
 #include "gatefold/linear.h"
 #include "gpu.h"
@@ -35,8 +36,7 @@ struct Hidden {
   }
   MoeInputs as_numbers() const { return {.hidden = {numbers.data(), DType::bf16, tokens, width}}; }
   MoeInputs as_codes() const {
-    const Format code = scheme(quantized.scheme).activation.value;
-    const DType dtype = code == formats::int8 ? DType::i8 : code.bits == 4 ? DType::f4 : DType::f8_e4m3;
+    const DType dtype = dtype_of_codes(scheme(quantized.scheme).activation.value);
     return {.hidden = {quantized.values.data(), dtype, tokens, width},
             .hidden_scales = quantized.scales.data(),
             .hidden_token_scales = quantized.token_scales.data()};
@@ -157,8 +157,8 @@ TEST_F(QuantizedRowsCalls, BadCalls) {
   Layer layer(spec);
   const Hidden x(layer, 4);
   std::vector<float> y(4 * 256), logits(4 * 6);
-  const auto message = [&](const Layer& of, MoeInputs in, const PlanOptions& options = {.max_tokens = 4}) {
-    in.router_logits = in.router_logits == nullptr ? logits.data() : nullptr;
+  const auto message = [&](const Layer& of, const MoeInputs& in,
+                           const PlanOptions& options = {.max_tokens = 4}) {
     const auto plan = MoePlan::create(of.spec(), options, kGpu);
     EXPECT_TRUE(plan.ok()) << plan.status().message();
     auto calls = HostCalls::create(*plan);
@@ -168,25 +168,29 @@ TEST_F(QuantizedRowsCalls, BadCalls) {
   const auto has = [](const std::string& text, const char* part) {
     EXPECT_NE(text.find(part), std::string::npos) << text;
   };
-  EXPECT_EQ(message(layer, x.as_codes()), "");
-  MoeInputs in = x.as_codes();
+  const auto routed = [&](MoeInputs in) {
+    in.router_logits = logits.data();
+    return in;
+  };
+  const MoeInputs good = routed(x.as_codes());
+  EXPECT_EQ(message(layer, good), "");
+  has(message(layer, x.as_codes()), "give router_logits");
+  MoeInputs in = good;
   in.hidden.dtype = DType::i8;
   has(message(layer, in), "the activations of fp8_block_afp8 are F8_E4M3");
-  in = x.as_codes();
+  in = good;
   in.hidden_scales = nullptr;
   has(message(layer, in), "expected F32, F16 or BF16");
-  in = x.as_codes();
-  in.router_logits = logits.data();  // is taken for none
-  has(message(layer, in), "give router_logits");
-  has(message(layer, x.as_codes(), {.max_tokens = 4, .weights_only = true}), "leaves activations in 16 bits");
+  has(message(layer, good, {.max_tokens = 4, .weights_only = true}), "leaves activations in 16 bits");
   spec.shared.gated = true;
-  has(message(Layer(spec), x.as_codes()), "gate");
+  has(message(Layer(spec), good), "gate");
   spec.shared = {.intermediate = 128, .scheme = SchemeId::fp8_channel_afp8};
-  has(message(Layer(spec), x.as_codes()), "fp8_channel_afp8 does not take the activations of fp8_block_afp8");
+  has(message(Layer(spec), good), "fp8_channel_afp8 does not take the activations of fp8_block_afp8");
   spec.scheme = SchemeId::nvfp4_anvfp4;
   spec.shared = {};
   Layer fp4(spec);
-  in = Hidden(fp4, 4).as_codes();
+  const Hidden of_fp4(fp4, 4);
+  in = routed(of_fp4.as_codes());
   in.hidden_token_scales = nullptr;
   has(message(fp4, in), "token_scales is a null pointer");
 }
