@@ -60,7 +60,12 @@ __device__ __forceinline__ void wait_and_let_start(const InputArgs& args) {
 
 template <class Input>
 __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args) {
-  wait_and_let_start(args);
+  // Where routing does not say which rows are there, they are read while it works.
+  const bool early = args.x_is_old && (args.copies > 1 || args.ids == nullptr);
+  if (early)
+    let_next_kernel_start();
+  else
+    wait_and_let_start(args);
   const int i = static_cast<int>(blockIdx.x * blockDim.y + threadIdx.y);
   float amax = 0;
   if (expert_of(args, i) >= 0)
@@ -69,6 +74,7 @@ __global__ void __launch_bounds__(kThreads) row_amax_kernel(const InputArgs args
                .amax;
   amax = row_max(amax);
   if (threadIdx.x == 0 && i < args.x.rows) args.amax[i] = amax;
+  if (early) wait_for_previous_kernel();
 }
 
 /// The rows [first, end) that have one scale with those of an expert.
@@ -179,7 +185,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   if constexpr (with_row_scales && a.group.n == 0 && !kOfCopies)
     if (!with_static) {
       TensorRows tensor(args, max(expert, 0));
-      if (rows >= kManyOfTensor) tensor.end = min(tensor.end, tensor.first + 1);
+      if (args.amax_is_known || rows >= kManyOfTensor) tensor.end = min(tensor.end, tensor.first + 1);
       scales = RowScales::of_amax<Activation>(tensor.max_of(args.amax));
     }
   if (expert < 0) return;
@@ -346,15 +352,14 @@ struct RowTeams {
 };
 
 template <class Activation, class Input>
-cudaError_t launch_rows(InputArgs args, cudaStream_t stream) {
+cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
   const RowTeams all(args);
   constexpr int many_pieces = RowTeams::many_pieces;
   const unsigned blocks = std::min<unsigned>(all.pieces, kMostBlocks);
   const auto launch = [&](auto* kernel, unsigned of_row) { return all(kernel, args, of_row, stream); };
   if constexpr (Activation::operand.quantized() && Activation::operand.group.n == 0)
-    if (args.static_scales == nullptr) {
+    if (args.static_scales == nullptr && !args.amax_is_known) {
       if (const auto error = launch(row_amax_kernel<Input>, 1); error != cudaSuccess) return error;
-      args.x_is_old = false;  // the kernel before is now that one
       if (args.x.rows >= kManyOfTensor) {
         const bool groups = args.offsets != nullptr && !args.one_tensor;
         const Launch tensors{

@@ -43,6 +43,7 @@ struct InputArgs {
   const std::int32_t* expert_rows = nullptr;   ///< of tiles: ItemArgs
   const TensorScale* static_scales = nullptr;  ///< [experts], or nullptr: scales are dynamic
   float* amax = nullptr;                       ///< [rows], for dynamic scales per tensor
+  bool amax_is_known = false;                  ///< of the only tensor: amax[0]
   /// Whether the next kernel may start before the previous one is done: what it reads early is older.
   bool start_next_early = false;
   /// Whether x was there before the kernel that comes before this one started the next: routing does so when

@@ -41,7 +41,7 @@ struct LayerBuffers {
   Buffer<CutItem> items;
   std::int32_t most_items = 0;
   Buffer<std::int32_t> item_count, expert_rows;
-  Buffer<std::int32_t> progress;  ///< of launch_chain; or counters of two launches
+  Buffer<std::int32_t> progress;  ///< of launch_chain; or counters, and a largest number, of two launches
   std::int32_t progress_size = 0;
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then rows of inputs may be those of slots
@@ -65,7 +65,7 @@ struct LayerBuffers {
     items = {layout.add<CutItem>("items", static_cast<std::size_t>(most_items))};
     item_count = {layout.add<std::int32_t>("item_count", 1)};
     expert_rows = {layout.add<std::int32_t>("expert_rows", experts)};
-    progress_size = static_cast<std::int32_t>(2 + tile_rows(slots, experts) / 8);
+    progress_size = static_cast<std::int32_t>(kProgressOfAll + tile_rows(slots, experts) / 8);
     progress = {layout.add<std::int32_t>("progress", static_cast<std::size_t>(progress_size))};
     routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
                         tile_rows(slots, experts), layout);
@@ -131,8 +131,12 @@ class LayerRun {
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, down));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    const InputArgs rounding = round_mid(b_.routed, slots_, with_static(), down);
+    InputArgs rounding = round_mid(b_.routed, slots_, with_static(), down);
     const bool are_codes = gate_up.rounds || first.static_scales != nullptr;
+    if (gate_up.finds_amax && !with_static() && rounding.activation.group.n == 0) {
+      first.out_amax = rounding.amax = reinterpret_cast<float*>(b_.progress.at(base_) + kProgressAmax);
+      rounding.amax_is_known = true;
+    }
     const InputArgs* rounded = rounding.activation.quantized() && !are_codes ? &rounding : nullptr;
     std::int32_t* const progress = b_.progress.at(base_);
     const auto counter = [&](const GemmKernel& kernel, int i) {
@@ -239,7 +243,7 @@ class LayerRun {
   }
 
   ItemArgs items_of(const GemmKernel& kernel) const {
-    const bool counts = kernel.counts || kernel.chain != nullptr;
+    const bool counts = kernel.counts || kernel.chain != nullptr || kernel.finds_amax;
     return {.experts = spec_.experts,
             .rows = slots_,
             .most_items = b_.most_items,

@@ -33,6 +33,10 @@ constexpr int columns_of_rounding_warp(const Operand& activation) {
   return has_record_scales(activation) ? 512 : 1024;
 }
 
+/// Words of a launch's progress before those of items: counters, and the largest number in between
+/// (GemmArgs::out_amax).
+inline constexpr int kProgressOfAll = 4, kProgressAmax = 3;
+
 /// What kernels by warpgroups multiply: one GemmArgs, or two.
 struct GemmChain {
   GemmArgs of[2];
@@ -42,6 +46,8 @@ struct GemmChain {
   /// Of two, 0 before the launch: how many pieces to be rounded have been taken; and [tile_rows / 8], of an
   /// item's first row: its tiles that the first multiply has finished, and its pieces that are rounded.
   std::int32_t *next_piece = nullptr, *finished = nullptr;
+  /// All tiles that the first multiply has finished, where its results have one scale; or nullptr.
+  std::int32_t* finished_of_all = nullptr;
   /// Of two, where the second one reads codes: from the first one's results to its inputs, in pieces of an
   /// item of so many rows (0: nothing is rounded), a row by so many warps.
   InputArgs rounding;
@@ -56,7 +62,7 @@ struct GemmChain {
 /// Whether a layer's multiplies can be one launch, and are faster so. rounding: as below.
 bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding);
 /// By a kernel that has one. rounding: nullptr where the second multiply reads 16-bit numbers. progress: 0,
-/// 2 + tile_rows / 8 of them.
+/// kProgressOfAll + tile_rows / 8 of them.
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,
                          const InputArgs* rounding, std::int32_t* progress, int multiprocessors,
                          cudaStream_t stream);

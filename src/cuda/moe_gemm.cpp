@@ -103,9 +103,10 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int
 bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding) {
   if (gate_up.chain == nullptr || gate_up.chain != down.chain) return false;
   if (rounding == nullptr) return true;
-  // A row's largest number is found by what rounds the row. Static scales need none.
-  if (gate_up.byte_order == 0 ||
-      !(rounds_in_chain(rounding->activation) || rounding->static_scales != nullptr))
+  // A row's largest number is found by what rounds the row, that of all rows by ends of tiles, if they do.
+  // Static scales need none.
+  if (gate_up.byte_order == 0 || !(rounds_in_chain(rounding->activation) ||
+                                   rounding->static_scales != nullptr || rounding->amax_is_known))
     return false;
   if (gate_up.chain == gate_up.function) return true;
   // To be as fast as a launch, a piece should have more than one row.
@@ -119,8 +120,11 @@ cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const 
                   .count = 2,
                   .next_tile = progress,
                   .next_piece = progress + 1,
-                  .finished = progress + 2};
-  if (rounding != nullptr) set_rounding(chain, kernel, *rounding, multiprocessors);
+                  .finished = progress + kProgressOfAll};
+  if (rounding != nullptr) {
+    set_rounding(chain, kernel, *rounding, multiprocessors);
+    if (rounding->amax_is_known) chain.finished_of_all = progress + 2;
+  }
   void* parameters[] = {&chain};
   return launch_dependent(kernel.chain,
                           {.blocks = static_cast<unsigned>(multiprocessors),

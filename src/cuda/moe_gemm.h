@@ -104,6 +104,9 @@ struct GemmArgs {
   float* out_scales = nullptr;
   /// [experts], if gate_up is to leave codes by them (GemmKernel::rounds_static), or nullptr.
   const TensorScale* static_scales = nullptr;
+  /// 0 before the launch: becomes the largest finite magnitude that gate_up leaves, if
+  /// GemmKernel::finds_amax; or nullptr.
+  float* out_amax = nullptr;
   DType out_dtype = DType::f32;  ///< unless outputs are codes
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
   std::int32_t band_items = 1;   ///< the most of a band of whole items; set by the launch
@@ -184,6 +187,7 @@ struct GemmKernel {
   bool tiled = false;
   bool rounds = false;           ///< gate and up leave codes with scales of records, not sums
   bool rounds_static = false;    ///< gate and up leave codes by GemmArgs::static_scales, if there are any
+  bool finds_amax = false;       ///< GemmArgs::out_amax
   bool counts = false;           ///< launches of one multiply have a counter, by which blocks take tiles
   const void* chain = nullptr;   ///< for two multiplies in one launch (moe_chain.h), or nullptr
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers

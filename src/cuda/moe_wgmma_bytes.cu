@@ -39,6 +39,7 @@ GemmKernel kernel_of() {
           .tiled = true,
           .rounds = T::rounds_channels,
           .rounds_static = leaves_codes<T>,
+          .finds_amax = T::of_tensors,
           .counts = T::counts && !T::few,
           .chain = chain,
           .byte_order = byte_order(T::P)};

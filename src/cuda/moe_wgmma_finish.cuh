@@ -9,46 +9,12 @@
 
 #include <limits>
 
-#include "cuda/moe_gemm_finish.cuh"
+#include "cuda/moe_wgmma_activation.cuh"
 #include "cuda/moe_wgmma_codes.cuh"
 #include "cuda/moe_wgmma_ring.cuh"
 #include "cuda/rounding.cuh"
 
 namespace gatefold::cuda {
-
-/// min and max that are NaN where either is.
-__device__ __forceinline__ float min_or_nan(float a, float b) {
-  float least;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
-  return least;
-}
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float most;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-  return most;
-}
-/// 2^x, off by 2^-22 of it.
-__device__ __forceinline__ float power_of_two(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
-
-__device__ __forceinline__ bool is_geglu(const Activation& by) {
-  return by.kind == Activation::Kind::geglu || by.kind == Activation::Kind::geglu_tanh;
-}
-/// SwiGLU without limits and beta: the gate's SiLU times up.
-__device__ __forceinline__ bool is_plain_swiglu(const Activation& by) {
-  return !is_geglu(by) && by.beta == 0 && by.limit == std::numeric_limits<float>::infinity();
-}
-/// As activate_swiglu, in fewer instructions.
-template <bool kPlain>
-__device__ __forceinline__ float swiglu(const Activation& by, float gate, float up) {
-  constexpr float e = 1.44269504f;
-  if constexpr (kPlain) return gate * reciprocal(1.0f + power_of_two(-e * by.alpha * gate)) * up;
-  const float g = min_or_nan(gate, by.limit), u = max_or_nan(min_or_nan(up, by.limit), -by.limit);
-  return g * reciprocal(1.0f + power_of_two(-e * by.alpha * g)) * (u + by.beta);
-}
 
 /// Tokens that are finished together: enough to hide what is done for one behind others.
 inline constexpr int kPieceTokens = 32;
@@ -144,7 +110,11 @@ class LaneRows {
 
   __device__ __forceinline__ LaneRows(const GemmArgs& args, const Tile& tile, const EndScales& scales,
                                       std::byte* memory)
-      : args_(args), tile_(tile), scales_(scales), gate_up_(args.kind == GemmKind::gate_up) {
+      : args_(args),
+        tile_(tile),
+        scales_(scales),
+        gate_up_(args.kind == GemmKind::gate_up),
+        finds_amax_(args.out_amax != nullptr) {
     const unsigned thread = static_cast<unsigned>(thread_again());
     thread_ = thread % 128;
     lane_ = thread % 32;
@@ -161,6 +131,11 @@ class LaneRows {
   __device__ __forceinline__ void next_unit() {
     first_unit_ += 4;
     if (T::bytes) scales_.rows += kWarpgroupRows;
+  }
+
+  /// The largest finite magnitude of the channels that this warp has stored as f32. By whole warps.
+  __device__ __forceinline__ float amax() const requires(T::of_tensors) {
+    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(amax_)));
   }
 
   /// Sums become results, which are stored; by a warpgroup's warps together.
@@ -180,7 +155,10 @@ class LaneRows {
     if constexpr (leaves_codes<T>)
       if (gate_up_ && args_.static_scales != nullptr) return finish_codes(sums);
     if (gate_up_)
-      finish_channels(sums, [&](const Sums& own, int first) { store_channels(own, first); });
+      finish_channels(sums, [&](const Sums& own, int first) {
+        store_channels(own, first);
+        if (T::of_tensors && finds_amax_) include(own, first);
+      });
     else if (f32)
       finish_pieces(sums,
                     [&](Sums& own, int first) { store_rows<float>(own, first, [](float x) { return x; }); });
@@ -353,6 +331,17 @@ class LaneRows {
         if (8 * i + c < left) out[c * args_.out_stride] = sums[4 * i + c];
   }
 
+  /// Of these, finite ones are among those of amax().
+  __device__ __forceinline__ void include(const Sums& sums, int first) {
+    const int left = tokens_left(row_) - first;
+#pragma unroll
+    for (int i = 0; i < kPieceTokens / 4; ++i) {
+      const float magnitude = fabsf(sums[i / 2 * 4 + i % 2]);
+      if (i / 2 * 8 + i % 2 < left && magnitude < std::numeric_limits<float>::infinity())
+        amax_ = fmaxf(amax_, magnitude);
+    }
+  }
+
   /// Both rows, as they are.
   template <class Out, class Convert>
   __device__ __forceinline__ void store_rows(const Sums& sums, int first, Convert&& convert) const {
@@ -463,7 +452,7 @@ class LaneRows {
   const std::conditional_t<chains<T>, EndArgs, const GemmArgs&> args_;
   const Tile& tile_;
   EndScales scales_;
-  const bool gate_up_;
+  const bool gate_up_, finds_amax_;
   std::byte* shared_;           ///< of this warpgroup: end_tokens * kEndBytes
   unsigned thread_, lane_;      ///< of the warpgroup, and of the warp
   int warp_;                    ///< of the warpgroup
@@ -471,6 +460,7 @@ class LaneRows {
   int row_ = 0;                 ///< of the matrix, the first row, or the channel
   int token_;                   ///< of 8 tokens, the first of this lane's two
   float factors_[2], bias_[2];  ///< of both rows
+  float amax_ = 0;              ///< of this lane
 };
 
 /// There is one end for all kinds of tiles: a lane's sums of the tokens that an item lacks are anything.
@@ -488,6 +478,10 @@ __device__ __forceinline__ void finish_tile(const GemmArgs& args, const Tile& ti
       rows.next_unit();
     }
   }
+  if constexpr (T::of_tensors)
+    if (args.out_amax != nullptr)
+      if (const float amax = rows.amax(); threadIdx.x % 32 == 0)  // of numbers >= 0, as of their bits
+        atomicMax(reinterpret_cast<int*>(args.out_amax), __float_as_int(amax));
 }
 
 }  // namespace gatefold::cuda

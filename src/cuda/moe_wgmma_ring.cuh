@@ -27,7 +27,7 @@ struct WarpgroupTraits {
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = Plain::M;
   static constexpr bool bytes = false, few = !kMany;
-  static constexpr bool may_share = false, counts = true;
+  static constexpr bool may_share = false, counts = true, of_tensors = false;
   /// Operands that one multiply can take.
   static constexpr bool possible = !Plain::split_inputs && !Plain::split_weights;
   /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next,
@@ -312,6 +312,13 @@ template <class T>
 __device__ __forceinline__ void wait_for_first_multiply(const GemmChain& chain, int row, int pieces = 0) {
   const int all = tiles_of_item(chain.of[0].groups, T::groups, 1) + pieces;
   for (WaitLimit limit; load_acquire(chain.finished + row / 8) < all; limit.check()) __nanosleep(20);
+}
+/// Waits for all that the first multiply of a chain leaves.
+template <class T>
+__device__ __forceinline__ void wait_for_all_of_first_multiply(const GemmChain& chain) {
+  const GemmArgs& args = chain.of[0];
+  const int all = *args.item_count * tiles_of_item(args.groups, T::groups, 1);
+  for (WaitLimit limit; load_acquire(chain.finished_of_all) < all; limit.check()) __nanosleep(20);
 }
 /// Before a tile's inputs are copied.
 template <class T>

@@ -59,6 +59,8 @@ __device__ __forceinline__ void round_piece(const GemmChain& chain, const CutIte
       for (int p = 0; p < kPieces; ++p) range.include(x[p].range());
       if (args.static_scales != nullptr) {
         scales = RowScales::of_static(args.static_scales[item.expert]);
+      } else if (T::of_tensors && args.amax_is_known) {
+        scales = RowScales::of_amax<RoundedTo<T>>(*args.amax);
       } else {
         float amax = group_max<32>(fmaxf(range.amax, row.range(k + kPieces * step, step).amax));
         if (warps > 1) {
@@ -93,7 +95,10 @@ __device__ __forceinline__ RoundingPiece take_piece(const GemmChain& chain) {
               begin = piece % of_item * chain.rounding_rows;
     if (piece >= all) return {-1, 0};
     if (begin >= args.items[item].count) continue;
-    wait_for_first_multiply<T>(chain, args.items[item].row);
+    if (T::of_tensors && chain.finished_of_all != nullptr)
+      wait_for_all_of_first_multiply<T>(chain);
+    else
+      wait_for_first_multiply<T>(chain, args.items[item].row);
     return {item, begin};
   }
 }

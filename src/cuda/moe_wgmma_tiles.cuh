@@ -163,6 +163,7 @@ __device__ void find_tiles_for_all(const GemmChain& chain, FoundTiles& tiles) {
       if (!tile.second) {
         __threadfence();
         atomicAdd(chain.finished + tile.row / 8, 1);
+        if (T::of_tensors && chain.finished_of_all != nullptr) atomicAdd(chain.finished_of_all, 1);
       }
     }
     ++done;

@@ -1,5 +1,5 @@
-// What tiles leave: results in bf16, beside the same ones in f32, and codes, beside those of a kernel that
-// rounds.
+// What tiles leave: results in bf16, beside the same ones in f32, codes, beside those of a kernel that
+// rounds, and the largest number of a tensor, beside that which a kernel finds.
 #include <bit>
 
 #include "../moe_layer.h"
@@ -172,6 +172,52 @@ TEST_F(NarrowResults, StaticCodes) {
       EXPECT_EQ(bits[0], bits[1]);
     }
   }
+}
+
+// Ends of tiles find the largest number of a tensor that a kernel finds for a shared expert, whatever the
+// numbers are: an expert that all tokens are routed to has the same bits as that one.
+TEST_F(NarrowResults, LargestOfTensor) {
+  constexpr std::size_t hidden = 256;
+  MoeSpec spec;
+  spec.scheme = SchemeId::fp8_tensor_afp8;
+  spec.experts = 2;
+  spec.top_k = 1;
+  spec.hidden = hidden;
+  spec.intermediate = 388;
+  MoeSpec with_shared = spec;
+  with_shared.shared = {.intermediate = spec.intermediate, .gated = false, .scheme = spec.scheme};
+  Layer layer(spec);
+  ReferenceWeights shared = layer.reference();
+  shared.shared = shared.routed[1];
+  for (const std::size_t tokens : {301, 2100})  // fewer rows of a shared expert are multiplied by warps
+    for (const float factor :
+         {1.0f, 0.0f, 1e15f, 1e19f, 1e30f}) {  // zeros; large numbers; some or all are Inf or NaN
+      std::vector<float> numbers = layer.numbers(tokens * hidden, 1.0f);
+      for (std::size_t i = 0; i < hidden; ++i) numbers[(tokens - 1) * hidden + i] *= factor;
+      const auto x = codes_of<formats::bf16>(numbers);
+      PlanOptions options{.max_tokens = static_cast<int>(tokens)};  // ids need not be experts
+      const auto bits = [&](const MoeSpec& of, const ReferenceWeights& weights, std::int32_t expert) {
+        const auto plan = MoePlan::create(of, options, Device::cuda());
+        EXPECT_TRUE(plan.ok()) << plan.status().message();
+        const Routed routed{std::vector<std::int32_t>(tokens, expert), std::vector<float>(tokens, 1.0f)};
+        std::vector<std::uint32_t> bits;
+        for (const float value :
+             run<float>(*plan, pack(of, weights, options, Device::cuda()), x, routed, DType::f32))
+          bits.push_back(std::isnan(value) ? ~0u : std::bit_cast<std::uint32_t>(value));
+        return bits;
+      };
+      const auto expected = bits(with_shared, shared, -1);
+      const auto any = MoePlan::create(spec, options, Device::cuda());
+      ASSERT_TRUE(any.ok()) << any.status().message();
+      for (const CudaCandidate& candidate : any->candidates(options.max_tokens)) {
+        if (candidate.tuning.body != CudaTuning::Body::warpgroups) continue;
+        SCOPED_TRACE(testing::Message()
+                     << describe(candidate.tuning) << ", " << tokens << " tokens, one times " << factor);
+        options.cuda_tuning = candidate.tuning;
+        EXPECT_EQ(bits(spec, layer.reference(), 1), expected);
+      }
+      options.cuda_tuning.reset();
+    }
 }
 
 }  // namespace
