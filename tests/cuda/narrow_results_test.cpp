@@ -15,7 +15,7 @@ struct Routed {
   std::vector<float> weights;
 };
 
-/// To two of three experts.
+/// To two of the first three experts.
 Routed route(std::size_t tokens) {
   Routed routed;
   for (std::size_t t = 0; t < tokens; ++t)
@@ -53,12 +53,8 @@ TEST_F(NarrowResults, OfEveryCandidate) {
                                        {SchemeId::fp8_channel, 170},
                                        {SchemeId::fp8_block_afp8, 256},
                                        {SchemeId::fp8_block_afp8, 170}}) {
-    MoeSpec spec;
-    spec.scheme = scheme;
-    spec.experts = 3;
-    spec.top_k = 2;
+    MoeSpec spec = small_spec(scheme);
     spec.hidden = hidden;
-    spec.intermediate = 128;
     Layer layer(spec);
     PlanOptions options{.max_tokens = 301, .debug_workspace = true};
     const ExpertWeights weights = layer.weights(options, Device::cuda());
@@ -85,15 +81,12 @@ TEST_F(NarrowResults, OfEveryCandidate) {
 // Tiles of 128 tokens leave the codes of a kernel that rounds what those of 192 leave, whatever the numbers
 // are.
 TEST_F(NarrowResults, Codes) {
-  constexpr std::size_t tokens = 301, hidden = 256;
+  constexpr std::size_t tokens = 301;
   for (const int intermediate : {128, 200, 258}) {
     SCOPED_TRACE(intermediate);
-    MoeSpec spec;
-    spec.scheme = SchemeId::fp8_block_afp8;
-    spec.experts = 3;
-    spec.top_k = 2;
-    spec.hidden = hidden;
+    MoeSpec spec = small_spec(SchemeId::fp8_block_afp8);
     spec.intermediate = intermediate;
+    const auto hidden = static_cast<std::size_t>(spec.hidden);
     Layer layer(spec);
     std::vector<float> numbers = layer.numbers(tokens * hidden, 1.0f);
     // Zeros; scales that are too small and too large to divide by as usual; Inf and NaN.
@@ -134,13 +127,9 @@ ReferenceFfn with_empty_channels(ReferenceFfn ffn) {
 // Ends of tiles leave the codes by static scales that a kernel makes where rows end within a record, whatever
 // the numbers are.
 TEST_F(NarrowResults, StaticCodes) {
-  constexpr std::size_t hidden = 256;
-  MoeSpec spec;
-  spec.scheme = SchemeId::fp8_tensor_afp8;
-  spec.experts = 3;
-  spec.top_k = 2;
-  spec.hidden = hidden;
+  MoeSpec spec = small_spec(SchemeId::fp8_tensor_afp8);
   spec.intermediate = 384;
+  const auto hidden = static_cast<std::size_t>(spec.hidden);
   Layer layer(spec, 4, true);
   MoeSpec wider = spec;
   wider.intermediate += 8;
@@ -177,13 +166,10 @@ TEST_F(NarrowResults, StaticCodes) {
 // Ends of tiles find the largest number of a tensor that a kernel finds for a shared expert, whatever the
 // numbers are: an expert that all tokens are routed to has the same bits as that one.
 TEST_F(NarrowResults, LargestOfTensor) {
-  constexpr std::size_t hidden = 256;
-  MoeSpec spec;
-  spec.scheme = SchemeId::fp8_tensor_afp8;
-  spec.experts = 2;
+  MoeSpec spec = small_spec(SchemeId::fp8_tensor_afp8);
   spec.top_k = 1;
-  spec.hidden = hidden;
   spec.intermediate = 388;
+  const auto hidden = static_cast<std::size_t>(spec.hidden);
   MoeSpec with_shared = spec;
   with_shared.shared = {.intermediate = spec.intermediate, .gated = false, .scheme = spec.scheme};
   Layer layer(spec);
