@@ -14,21 +14,26 @@ struct FormatTag {
   static constexpr Format format = F;
 };
 
+/// How memory is read. read_only: nothing writes it while the kernel runs, or before that waits for the one
+/// before it. once: it leaves the caches first.
+enum class Reads { any, read_only, once };
+
 template <Format F, int kCount>
 struct Elements {
   static constexpr int kWords = kCount * F.bits / 32;
   std::uint32_t words[kWords];
 
   /// Numbers `begin` .. `begin + kCount` of a row of k, those from k on as 0. `wide`: the row is aligned to
-  /// 16 bytes, and k a multiple of kCount. `kReadOnly`: nothing writes it while the kernel runs, or before
-  /// that waits for the one before it.
-  template <bool kReadOnly>
+  /// 16 bytes, and k a multiple of kCount.
+  template <Reads kReads>
   __device__ __forceinline__ void load(const std::byte* row, int begin, int k, bool wide) {
 #pragma unroll
     for (std::uint32_t& word : words) word = 0;
     if (begin >= k) return;
     const std::byte* from = row + static_cast<std::int64_t>(begin) * (F.bits / 8);
-    const auto read = []<class T>(const T* at) { return kReadOnly ? __ldg(at) : *at; };
+    const auto read = []<class T>(const T* at) {
+      return kReads == Reads::read_only ? __ldg(at) : kReads == Reads::once ? __ldcs(at) : *at;
+    };
     if (wide) {
 #pragma unroll
       for (int i = 0; i < kWords; i += 4) {

@@ -143,7 +143,48 @@ double multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, int
                    (items - larger - 1) * kernel.loops.of(small * kernel.token_step) + kernel.loops.of(last);
 }
 
-constexpr double kSum = 4500;  ///< of a kernel that adds up parts
+/// Of one matrix, so that its groups of units, by so many rows, are work for the whole device. All warps can
+/// share a group by fewer rows than some.
+int parts_of_matrix(const PackedShape& shape, const GemmKernel& kernel, int rows, int multiprocessors) {
+  constexpr int least_rows = 9, least_steps = 4;
+  if (rows < least_rows || rows > kMostRowsOfParts) return 1;
+  const std::int64_t items = (rows + kernel.tokens - 1) / kernel.tokens, groups = shape.units / kGroupUnits;
+  const std::int64_t pieces = (groups + kernel.tile_groups - 1) / kernel.tile_groups * items;
+  const std::int64_t wanted = std::int64_t{multiprocessors} * kernel.teams * kernel.team_groups;
+  int parts = 1;
+  while (parts < kMostParts && 2 * parts * pieces <= wanted && shape.records % (2 * parts) == 0 &&
+         shape.records / (2 * parts) >= least_steps)
+    parts *= 2;
+  return parts;
+}
+
+/// Of down, by few tokens an expert: long tiles, of which a multiprocessor has hardly more than two, in
+/// halves. Else many multiprocessors wait for some that have one more, or for those that began later.
+int parts_of_down(const GemmWork& work, const PackedShape& shape, const GemmKernel& kernel, int tokens,
+                  int multiprocessors) {
+  constexpr int least_steps = 32;
+  if (!kernel.tiled || kernel.tokens > kFewTokensOfTile || shape.records % 2 != 0 ||
+      shape.records / 2 < least_steps)
+    return 1;
+  const std::int64_t slots = std::int64_t{tokens} * work.top_k,
+                     experts = std::min<std::int64_t>(work.experts, slots),
+                     mean = (slots + experts - 1) / experts,
+                     items = (mean + kernel.tokens - 1) / kernel.tokens * experts;
+  const int tiles = tiles_of_item(static_cast<int>(shape.units / kGroupUnits), kernel.tile_groups, 1);
+  return 2 * items * tiles <= 5 * std::int64_t{multiprocessors} ? 2 : 1;
+}
+
+/// In how many the columns of the last matrix are best cut.
+int parts_of(const GemmWork& work, const GemmChoice& choice, int tokens, int multiprocessors) {
+  if (!work.in_parts) return 1;
+  const GemmMatrices& m = work.multiplies.back();
+  const PackedShape shape(packed_format(gatefold::scheme(work.scheme)), m.rows, m.k, m.count);
+  const GemmKernel kernel = choice.kernel(false);
+  return work.multiplies.size() == 1 ? parts_of_matrix(shape, kernel, tokens, multiprocessors)
+                                     : parts_of_down(work, shape, kernel, tokens, multiprocessors);
+}
+
+constexpr double kSum = 4500;  ///< of a kernel that adds up parts of one matrix
 
 /// Clocks of multiply i.
 double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, int tokens,
@@ -171,7 +212,8 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
     read += load.experts * bytes;
   }
   // Warps share out groups equally; tiles are whole.
-  const int parts = work.in_parts ? parts_of(shape, choice.kernel(false), tokens, multiprocessors) : 1;
+  const std::size_t last = work.multiplies.size() - 1;
+  const int parts = i == last ? parts_of(work, choice, tokens, multiprocessors) : 1;
   const double waves = tiles * parts / multiprocessors, uneven = warps ? 1 : std::ceil(waves - 1e-9) / waves;
   // Rings of bytes do not depend on the items.
   const GemmKernel& kernel = choice.kernels[0];
@@ -179,7 +221,7 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
   const double few_stages = tile > kFewTokensOfBytes ? kFewStages * (format.value.bits > 4 ? 3 : 1) : 0;
   const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * std::min(tile, 64) + few_stages : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
-  return (i == 0 ? kStart : costs.second_start) + (parts > 1 ? kSum : 0) +
+  return (i == 0 ? kStart : costs.second_start) + (last == 0 && parts > 1 ? kSum : 0) +
          std::pow(
              term(read / read_bytes) + term(cached / kCacheBytes) + term(clocks / multiprocessors * uneven),
              1 / kOverlap);
@@ -253,17 +295,8 @@ std::vector<int> table_tokens(int max_tokens) {
 
 }  // namespace
 
-int parts_of(const PackedShape& shape, const GemmKernel& kernel, int rows, int multiprocessors) {
-  if (rows < kLeastRowsOfParts || rows > kMostRowsOfParts) return 1;
-  const std::int64_t items = (rows + kernel.tokens - 1) / kernel.tokens, groups = shape.units / kGroupUnits;
-  const std::int64_t pieces = (groups + kernel.tile_groups - 1) / kernel.tile_groups * items;
-  const std::int64_t wanted = std::int64_t{multiprocessors} * kernel.teams * kernel.team_groups;
-  constexpr int least_steps = 4, most = 16;
-  int parts = 1;
-  while (parts < most && 2 * parts * pieces <= wanted && shape.records % (2 * parts) == 0 &&
-         shape.records / (2 * parts) >= least_steps)
-    parts *= 2;
-  return parts;
+int GemmTable::parts(int tokens) const {
+  return parts_of(work_, at(tokens), tokens, multiprocessors_);
 }
 
 std::vector<CudaCandidate> GemmTable::candidates(int tokens) const {

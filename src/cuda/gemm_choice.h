@@ -27,14 +27,11 @@ struct GemmWork {
   bool fast_accumulation = false;     ///< InputKind::e4m3_fast instead of e4m3, where there are kernels
   int experts = 1, top_k = 1;
   std::vector<GemmMatrices> multiplies;
-  bool in_parts = false;  ///< columns of the only matrix may be cut into parts (parts_of)
+  bool in_parts = false;  ///< columns of the last matrix may be cut into parts (GemmArgs)
 };
 
-/// More rows are work enough; all warps can share a group of units by fewer.
-inline constexpr int kLeastRowsOfParts = 9, kMostRowsOfParts = 512;
-/// In how many parts the columns of one matrix are best cut, so that its groups of units, by so many rows,
-/// are work for the whole device: a power of two.
-int parts_of(const PackedShape& shape, const GemmKernel& kernel, int rows, int multiprocessors);
+/// More rows of one matrix are work enough without parts.
+inline constexpr int kMostRowsOfParts = 512;
 
 struct GemmChoice {
   CudaTuning tuning;
@@ -68,6 +65,8 @@ class GemmTable {
     while (i + 1 < ranges_.size() && ranges_[i].most < tokens) ++i;
     return choices_[ranges_[i].choice];
   }
+  /// In how many parts the columns of the last matrix are best cut: a power of two.
+  int parts(int tokens) const;
   /// All candidates with the clocks that the model predicts.
   std::vector<CudaCandidate> candidates(int tokens) const;
 

@@ -20,7 +20,7 @@ struct FfnBuffers {
   std::int64_t intermediate = 0;
   InputBuffers in, mid;
   Buffer<float> mid_sums;  // [rows, I], if the intermediate is quantized by a kernel of its own
-  Buffer<float> out;       // [rows, H]
+  Buffer<float> out;       // [rows, H], or bf16, of which two parts have as much room
 
   FfnBuffers() = default;
   FfnBuffers(SchemeId id, const MoeSpec& spec, const PlanOptions& options, std::int64_t width,
@@ -131,6 +131,9 @@ class LayerRun {
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, down));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
+    if (second.bias == nullptr && slots_dtype() == DType::bf16) parts_ = plan_.routed.parts(tokens_);
+    second.parts = parts_;
+    second.steps /= parts_;
     InputArgs rounding = round_mid(b_.routed, slots_, with_static(), down);
     const bool are_codes = gate_up.rounds || first.static_scales != nullptr;
     if (gate_up.finds_amax && !with_static() && rounding.activation.group.n == 0) {
@@ -386,6 +389,7 @@ class LayerRun {
             .experts = spec_.experts,
             .slots = b_.routed.out.at(base_),
             .slots_dtype = slots_dtype(),
+            .parts = parts_,
             .positions = tiled() ? b_.slot_position.at(base_) : nullptr,
             .ids = ids(),
             .weights = slot_weights(),
@@ -404,6 +408,7 @@ class LayerRun {
   std::byte* base_;
   cudaStream_t stream_;
   std::int32_t tokens_, slots_;
+  std::int32_t parts_ = 1;  ///< of down's columns
   const GemmChoice& choice_;
   Status status_;
 };
@@ -447,8 +452,9 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
                     .top_k = top_k,
                     .multiplies = {{width, spec.hidden, 2}, {spec.hidden, width, 1}}};
   };
-  auto routed =
-      GemmTable::create(work(spec.scheme, spec.intermediate, spec.experts, spec.top_k), *info, choose);
+  GemmWork of_routed = work(spec.scheme, spec.intermediate, spec.experts, spec.top_k);
+  of_routed.in_parts = !options.batch_invariant;
+  auto routed = GemmTable::create(of_routed, *info, choose);
   if (!routed) return routed.status();
   WorkspaceLayout layout(options.debug_workspace);
   auto plan = std::make_shared<LayerPlan>(LayerBuffers(spec, options, layout), std::move(*routed));

@@ -168,9 +168,7 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
   if (!table) return table.status();
   std::int64_t part_rows = 0;
   for (int rows = 1; in_parts && rows <= std::min(options.max_rows, kMostRowsOfParts); ++rows)
-    if (const int parts =
-            parts_of(packed_shape(shape, false), table->at(rows).kernel(false), rows, info->multiprocessors);
-        parts > 1)
+    if (const int parts = table->parts(rows); parts > 1)
       part_rows = std::max<std::int64_t>(part_rows, std::int64_t{parts} * rows);
   WorkspaceLayout layout(options.debug_workspace);
   const LinearBuffers buffers(shape, activation, options.max_rows,
@@ -282,9 +280,7 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
     if (kernel.tiled && in.offsets != nullptr) inputs.expert_rows = buffers.expert_rows.at(base);
     if (Status status = cuda::check(launch_inputs(inputs, stream), "round rows"); !status.ok()) return status;
   }
-  const int parts = in.offsets == nullptr && !options.batch_invariant
-                        ? parts_of(packed, choice.kernel(false), rows, device.multiprocessors)
-                        : 1;
+  const int parts = in.offsets == nullptr ? table.parts(rows) : 1;
   if (parts == 1)
     return cuda::check(launch_gemm(kernel, args, nullptr, device.multiprocessors, stream), "multiply");
   args.parts = parts;
@@ -293,7 +289,6 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
   args.bias = nullptr;
   args.out = buffers.part_sums.at(base);
   args.out_dtype = DType::f32;
-  args.part_out = rows * shape.n;
   if (Status status =
           cuda::check(launch_gemm(kernel, args, nullptr, device.multiprocessors, stream), "multiply");
       !status.ok())

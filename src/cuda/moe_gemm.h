@@ -59,6 +59,8 @@ struct GemmInputs {
 
 enum class GemmKind : std::uint8_t { gate_up, down };
 
+inline constexpr int kMostParts = 16;  ///< of columns: GemmArgs
+
 /// So few slots and experts that every thread block sorts them itself, and no kernel has to.
 inline constexpr int kFewSlots = 256, kFewExperts = 512;
 
@@ -110,11 +112,11 @@ struct GemmArgs {
   DType out_dtype = DType::f32;  ///< unless outputs are codes
   std::int32_t tile_tokens = 0;  ///< the most of an item; set by the launch
   std::int32_t band_items = 1;   ///< the most of a band of whole items; set by the launch
-  std::int32_t whole_items = 0;  ///< of all slots, by one expert or part; set by the launch
-  /// The columns of one matrix in parts of `steps` each, as if they were experts: there is enough to do for
-  /// all warps where rows are few. Sums of part p lie part_out * p numbers after those of part 0.
+  std::int32_t whole_items = 0;  ///< of all slots, by one expert; set by the launch
+  /// A power of two of parts, at most kMostParts, of `steps` each are multiplied by themselves, where there
+  /// would be too little to do for all warps, or too little to choose from. Sums of part p lie p * slots rows
+  /// after those of part 0. Without items, warps take them for experts: expert_stride is 0.
   std::int32_t parts = 1;
-  std::int64_t part_out = 0;
   std::int32_t sharing_blocks = 1;  ///< of a cluster, 1 or 2, that share an item's tokens; set by the launch
   /// Set by the launch: steps of a group in memory, and from one part to the next (0: there is one).
   std::int32_t all_steps = 0, part_steps = 0;

@@ -60,7 +60,7 @@ __device__ __forceinline__ void finish_gate_up(const GemmArgs& args, int expert,
 __device__ __forceinline__ void finish_down(const GemmArgs& args, int expert, int unit, int slot,
                                             const float (&sums)[2]) {
   const int row = unit * kUnitRows + threadIdx.x % 32 / 4;
-  const std::int64_t part = expert * args.part_out;
+  const std::int64_t part = args.parts > 1 ? std::int64_t{expert} * args.slots * args.out_stride : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (row + 8 * half < args.rows)

@@ -148,7 +148,7 @@ requires(T::bytes) __device__
     const GemmInputs& in = args.inputs;
     const int rows = (tile.count + 7) / 8 * 8;
     const OwnRows<T> own(args, rows);
-    std::int64_t row = tile.row + own.first + std::int64_t{tile.expert} * args.part_steps * in.tile_rows;
+    std::int64_t row = tile.row + own.first + std::int64_t{tile.part} * args.part_steps * in.tile_rows;
     for (int step = 0; step < args.steps; step += T::input_steps) {
       if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
       const int steps = min(T::input_steps, args.steps - step);

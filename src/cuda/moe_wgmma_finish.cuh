@@ -79,7 +79,7 @@ struct EndArgs {
   Activation activation;
   const float *bias, *up_bias;
   void* out;
-  std::int64_t out_stride, part_out;
+  std::int64_t out_stride;
   std::int32_t out_tile_rows;
   DType out_dtype;
 
@@ -95,7 +95,6 @@ struct EndArgs {
         up_bias(kept(args.up_bias)),
         out(kept(args.out)),
         out_stride(kept(args.out_stride)),
-        part_out(kept(args.part_out)),
         out_tile_rows(kept(args.out_tile_rows)),
         out_dtype(kept(args.out_dtype)) {}
 };
@@ -147,7 +146,7 @@ class LaneRows {
     const bool f32 = args_.out_dtype == DType::f32;
     const bool tiled = !T::bytes && args_.out_tile_rows != 0;
     // 16 bytes lie at multiples of 16, and rows that the matrix lacks do not share them with others.
-    const bool whole = args_.rows % 8 == 0 && args_.out_stride % 8 == 0 && args_.part_out % 8 == 0 &&
+    const bool whole = args_.rows % 8 == 0 && args_.out_stride % 8 == 0 &&
                        reinterpret_cast<std::uintptr_t>(args_.out) % 16 == 0;
     if (!gate_up_ && whole && !f32) return store_narrow_rows(sums);
     if (gate_up_ && tiled) return finish_in_tiles([&](auto&& store) { finish_channels(sums, store); });
@@ -289,8 +288,12 @@ class LaneRows {
   /// Where a slot's rows are.
   template <class Out>
   __device__ __forceinline__ Out* slot_of(int token) const {
-    return static_cast<Out*>(args_.out) + tile_.expert * args_.part_out +
-           (tile_.first + token) * args_.out_stride;
+    const int row = tile_.first + token;
+    // The same in three ways: each keeps the compiler from spilling registers of some kernels.
+    if constexpr (T::P.value.bits == 16)
+      return reinterpret_cast<Out*>(static_cast<std::byte*>(args_.out) +
+                                    row * (args_.out_stride * static_cast<std::int64_t>(sizeof(Out))));
+    return static_cast<Out*>(args_.out) + (T::P.zeros && !T::few ? kept(row) : row) * args_.out_stride;
   }
 
   /// Codes, in tiles: 8 bytes of each token.

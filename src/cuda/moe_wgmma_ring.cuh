@@ -267,10 +267,11 @@ __device__ void copy_tile_weights(const GemmChain& chain, WarpgroupRing<T>& ring
     const int first_group = static_cast<int>(tile.first_group),
               groups = max(0, min(T::groups, args.groups - first_group)),
               copies = kExtras ? (groups + T::extra_groups - 1) / T::extra_groups : groups;
-    const std::byte* from =
-        args.weights + tile.expert * args.expert_stride + begin + (kExtras ? extras_at : std::int64_t{0}) +
-        (static_cast<std::int64_t>(first_group + group) * args.all_steps + tile.expert * args.part_steps) *
-            each;
+    const std::byte* from = args.weights + tile.expert * args.expert_stride + begin +
+                            (kExtras ? extras_at : std::int64_t{0}) +
+                            (static_cast<std::int64_t>(first_group + group) * args.all_steps +
+                             static_cast<int>(tile.part) * args.part_steps) *
+                                each;
     const int all_steps = args.steps;
     // Late, so that a block takes no tile that another one could begin.
     const int wants_next_at = max(0, (all_steps - 1) / T::steps - kStagesAhead + 1) * T::steps;
@@ -341,7 +342,7 @@ __device__ void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring,
     const GemmArgs& args = multiply_of<T>(chain, tile);
     wait_for_inputs_of<T>(chain, tile);
     const GemmInputs& in = args.inputs;
-    const int rows = (tile.count + 7) / 8 * 8, first = tile.expert * args.part_steps;
+    const int rows = (tile.count + 7) / 8 * 8, first = static_cast<int>(tile.part) * args.part_steps;
     const OwnRows<T> own(args, rows);
     const std::uint16_t* from =
         in.rows + (tile.row + own.first + std::int64_t{2} * first * in.tile_rows) * 64;

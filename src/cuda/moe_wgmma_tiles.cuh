@@ -12,10 +12,12 @@ namespace gatefold::cuda {
 /// A tile of an item; of no tokens: there are no more.
 struct alignas(16) Tile {
   std::int16_t expert = 0, count = 0;
-  std::int32_t first = 0, row = 0;  ///< position, and its row among tiles
-  /// Of units; its place among FoundTiles; whether it is of the second multiply of a chain.
-  std::uint32_t first_group : 28 = 0, place : 3 = 0, second : 1 = 0;
+  std::int32_t first = 0, row = 0;  ///< position of results, and its row among tiles
+  /// Of units; of columns (GemmArgs::parts); its place among FoundTiles; whether it is of the second multiply
+  /// of a chain.
+  std::uint32_t first_group : 24 = 0, part : 4 = 0, place : 3 = 0, second : 1 = 0;
 };
+static_assert(kMostParts <= 1 << 4);
 
 /// The same kernel, whose blocks take tiles in turn.
 template <class T>
@@ -38,15 +40,15 @@ __device__ __forceinline__ int sharing(const GemmArgs& args) {
 }
 
 __device__ __forceinline__ int item_count(const GemmArgs& args) {
-  return args.items != nullptr ? *args.item_count : args.whole_items * args.parts;
+  return args.items != nullptr ? *args.item_count : args.whole_items;
 }
 
-/// Tile i of all of so many items, or none. Bands of items are multiplied tile by tile: a tile's weights by
-/// all of them, then the next tile's. Thread blocks that share an item's tokens have neighbouring tiles, this
-/// one the tile of its rank, which may lie behind all weights.
+/// Tile i of all of so many items, or none. Bands of items are multiplied tile by tile, its parts one after
+/// the other: a part's weights by all of them, then the next part's. Thread blocks that share an item's
+/// tokens have neighbouring tiles, this one the tile of its rank, which may lie behind all weights.
 template <class T>
 __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i, int items) {
-  const int blocks = sharing<T>(args), per_item = tiles_of_item(args.groups, T::groups, blocks);
+  const int blocks = sharing<T>(args), per_item = tiles_of_item(args.groups, T::groups, blocks) * args.parts;
   const bool cut = args.items != nullptr;
   const int near = i / per_item;  // of the same band
   // Read before it is known whether it is there, as loads that wait for each other are a kernel's start.
@@ -54,16 +56,25 @@ __device__ __forceinline__ Tile tile_at(const GemmArgs& args, int i, int items) 
   if (near >= items) return {};
   const int begin = near - (cut ? item.in_band : near % args.band_items),
             width = cut ? item.band_items : min(args.band_items, items - begin);
-  const int rest = i - begin * per_item, at = begin + rest % width,
-            group = (rest / width * blocks + (T::may_share ? rank_in_cluster() : 0)) * T::groups;
+  const int rest = i - begin * per_item, at = begin + rest % width, piece = rest / width;
+  // Without a division, which takes registers.
+  const int tile = piece >> __popc(args.parts - 1), part = piece & (args.parts - 1);
+  Tile found;
+  found.first_group =
+      static_cast<std::uint32_t>((tile * blocks + (T::may_share ? rank_in_cluster() : 0)) * T::groups);
+  found.part = static_cast<std::uint32_t>(part);
   if (cut) {
     if (at != near) item = args.items[at];
-    return {item.expert, item.count, item.first, item.row, static_cast<std::uint32_t>(group)};
+    found.expert = item.expert;
+    found.count = item.count;
+    found.first = item.first;
+    found.row = item.row;
+  } else {
+    found.first = found.row = at * args.tile_tokens;
+    found.count = static_cast<std::int16_t>(min(args.tile_tokens, args.slots - found.row));
   }
-  const int each = args.whole_items, first = at % each * args.tile_tokens;
-  return {static_cast<std::int16_t>(at / each),
-          static_cast<std::int16_t>(min(args.tile_tokens, args.slots - first)), first, first,
-          static_cast<std::uint32_t>(group)};
+  found.first += part * args.slots;
+  return found;
 }
 /// Of both multiplies of a chain.
 template <class T>

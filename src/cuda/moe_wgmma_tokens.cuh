@@ -171,7 +171,7 @@ class WarpTokens {
  private:
   /// So many numbers lie at multiples of their bytes, and rows that the matrix lacks do not share them.
   __device__ __forceinline__ bool whole(int numbers, int bytes) const {
-    return args_.rows % numbers == 0 && args_.out_stride % numbers == 0 && args_.part_out % numbers == 0 &&
+    return args_.rows % numbers == 0 && args_.out_stride % numbers == 0 &&
            reinterpret_cast<std::uintptr_t>(args_.out) % bytes == 0;
   }
   __device__ __forceinline__ void finish_rows(UnitResult<T>& result) {
@@ -379,8 +379,7 @@ class WarpTokens {
   /// Rows of this lane's token.
   template <class Out>
   __device__ __forceinline__ Out* out_of(int token) const {
-    return static_cast<Out*>(args_.out) + tile_.expert * args_.part_out +
-           (tile_.first + first_token_ + token) * args_.out_stride;
+    return static_cast<Out*>(args_.out) + (tile_.first + first_token_ + token) * args_.out_stride;
   }
 
   /// f32, of every block or every second one.

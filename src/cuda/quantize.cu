@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kMostThreads) tensor_amax(const QuantizeArgs a
 #pragma unroll 4
     for (int begin = threadIdx.x * 8; begin < args.k; begin += blockDim.x * 8) {
       Vector elements;
-      elements.template load<true>(x, begin, args.k, args.wide);
+      elements.template load<Reads::read_only>(x, begin, args.k, args.wide);
       range.include(elements.range());
     }
   }
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kMostThreads, least_blocks<Activation, Input>(
   };
   const auto load = [&](int chunk) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) elements[v].template load<true>(x, begin(chunk, v), k, args.wide);
+    for (int v = 0; v < kVectors; ++v) elements[v].template load<Reads::read_only>(x, begin(chunk, v), k, args.wide);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) ranges[v] = elements[v].range();
   };

@@ -25,7 +25,9 @@ struct Row {
   /// Numbers k .. k + 7; those from K on are 0.
   __device__ __forceinline__ Piece load(int k) const {
     Piece piece;
-    piece.template load<false>(x, k, cols, wide);
+    // What kernels leave to others is f32.
+    constexpr Reads reads = Input::format == formats::f32 ? Reads::once : Reads::any;
+    piece.template load<reads>(x, k, cols, wide);
     return piece;
   }
   /// Of numbers k, k + step, .. and their neighbours.

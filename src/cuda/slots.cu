@@ -54,7 +54,7 @@ __device__ float shared_weight(const CombineArgs& args, int token) {
   return 1.0f / (1.0f + expf(-block_sum(dot)));
 }
 
-/// 16 bytes of a slot. What lies beyond `there` numbers is 0.
+/// 16 bytes of a slot, which is read once. What lies beyond `there` numbers is 0.
 template <class Slot>
 struct Piece {
   static constexpr int count = 16 / sizeof(Slot);
@@ -63,7 +63,7 @@ struct Piece {
   /// `wide`: all are there, and aligned.
   __device__ __forceinline__ void load(const Slot* x, int there, bool wide) {
     if (wide) {
-      words = *reinterpret_cast<const uint4*>(x);
+      words = __ldcs(reinterpret_cast<const uint4*>(x));
       return;
     }
     alignas(16) Slot numbers[count] = {};
@@ -103,9 +103,9 @@ __device__ __forceinline__ void store_sums(const MutableMatrixView& out, std::in
   }
 }
 
-/// Block (i, t): a piece of token t. All loads of eight slots are begun before the first is used, and before
-/// them all that say where they lie.
-template <class Slot>
+/// Block (i, t): a piece of token t. All loads of eight slots, or parts of them, are begun before the first
+/// is used, and before them all that say where they lie.
+template <class Slot, int kParts>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
   constexpr int ahead = 8, each = Piece<Slot>::count;
   const bool wide = args.hidden % each == 0 && reinterpret_cast<std::uintptr_t>(args.slots) % 16 == 0;
@@ -122,17 +122,19 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
     if (count <= 0) continue;
     float sums[each] = {};
 #pragma unroll 1
-    for (int first = 0; first < args.top_k; first += ahead) {
+    for (int first = 0; first < args.top_k * kParts; first += ahead) {
       std::int64_t rows[ahead];
       float weights[ahead];
       bool there[ahead];
 #pragma unroll
       for (int k = 0; k < ahead; ++k) {
+        const int of_token = (first + k) / kParts;
         const std::int64_t slot =
-            static_cast<std::int64_t>(token) * args.top_k + min(first + k, args.top_k - 1);
+            static_cast<std::int64_t>(token) * args.top_k + min(of_token, args.top_k - 1);
         rows[k] = args.positions == nullptr ? slot : max(args.positions[slot], 0);
+        if (k % kParts != 0) rows[k] += static_cast<std::int64_t>(args.tokens) * args.top_k;  // of its part
         weights[k] = args.weights[slot];
-        there[k] = first + k < args.top_k &&
+        there[k] = of_token < args.top_k &&
                    static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
       }
       wait();  // The slots are new. Where they lie is older than the kernel before, which waited, too.
@@ -200,7 +202,10 @@ cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream) {
   const dim3 blocks(bf16 ? pieces_of<__nv_bfloat16>(args.hidden) : pieces_of<float>(args.hidden),
                     args.tokens < 65535 ? args.tokens : 65535);
   const Launch launch{.blocks = blocks, .threads = kCombineThreads, .stream = stream};
-  return launch_dependent(bf16 ? combine_kernel<__nv_bfloat16> : combine_kernel<float>, launch, args);
+  return launch_dependent(args.parts == 2 ? combine_kernel<__nv_bfloat16, 2>
+                          : bf16          ? combine_kernel<__nv_bfloat16, 1>
+                                          : combine_kernel<float, 1>,
+                          launch, args);
 }
 
 cudaError_t launch_sum(const SumArgs& args, cudaStream_t stream) {

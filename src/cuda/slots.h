@@ -46,11 +46,12 @@ struct ItemArgs {
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
 
 /// out[t] = sum over k of weights[t, k] * slots[t, k] + [sigmoid(hidden[t] . gate)] *
-/// shared[t], in f32, in that order.
+/// shared[t], in f32, in that order. Slots may be sums of two parts: [2, ..], added one after the other.
 struct CombineArgs {
   std::int32_t tokens = 0, hidden = 0, top_k = 0, experts = 0;
   const void* slots = nullptr;              ///< [tokens, top_k, hidden], or, with positions, [.., hidden]
   DType slots_dtype = DType::f32;           ///< f32 or bf16
+  std::int32_t parts = 1;                   ///< 1, or 2 of bf16
   const std::int32_t* positions = nullptr;  ///< [tokens, top_k] where slots are, or nullptr
   const std::int32_t* ids = nullptr;   ///< [tokens, top_k]; slots of ids that no expert has are not there
   const float* weights = nullptr;      ///< [tokens, top_k]

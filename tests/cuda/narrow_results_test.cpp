@@ -1,5 +1,5 @@
-// What tiles leave: results in bf16, beside the same ones in f32, codes, beside those of a kernel that
-// rounds, and the largest number of a tensor, beside that which a kernel finds.
+// What tiles leave: results in bf16, of all columns or in parts, beside the same ones in f32; codes, beside
+// those of a kernel that rounds; and the largest number of a tensor, beside that which a kernel finds.
 #include <bit>
 
 #include "../moe_layer.h"
@@ -76,6 +76,52 @@ TEST_F(NarrowResults, OfEveryCandidate) {
         EXPECT_LE(relative_l2(out, {expected.begin(), expected.end()}), 0x1p-8);
       }
   }
+}
+
+// Long rows of down are multiplied in two parts, which are rounded to bf16 by themselves: together they are
+// as far off as one.
+TEST_F(NarrowResults, Parts) {
+  int cut = 0;
+  for (std::size_t id = 0; id < all_schemes().size(); ++id) {
+    const Scheme& scheme = all_schemes()[id];
+    MoeSpec spec = small_spec(static_cast<SchemeId>(id));
+    spec.experts = 3;
+    spec.hidden = 128;
+    spec.intermediate = 66 * 128;  // parts of 33 records
+    Layer layer(spec);
+    PlanOptions options{.max_tokens = 90, .debug_workspace = true};
+    const ExpertWeights weights = layer.weights(options, Device::cuda());
+    const auto any = MoePlan::create(spec, options, Device::cuda());
+    ASSERT_TRUE(any.ok()) << any.status().message();
+    for (const CudaCandidate& candidate : any->candidates(options.max_tokens)) {
+      if (candidate.tuning.body != CudaTuning::Body::warpgroups || candidate.tuning.tile_tokens > 80)
+        continue;
+      for (const std::size_t tokens : {20, 90}) {
+        SCOPED_TRACE(testing::Message()
+                     << scheme.name << ", " << describe(candidate.tuning) << ", " << tokens << " tokens");
+        const auto x =
+            codes_of<formats::bf16>(layer.numbers(tokens * static_cast<std::size_t>(spec.hidden), 1.0f));
+        const Routed routed = route(tokens);
+        options.cuda_tuning = candidate.tuning;
+        const auto plan = MoePlan::create(spec, options, Device::cuda());
+        ASSERT_TRUE(plan.ok()) << plan.status().message();
+        const auto parts = run<std::uint16_t>(*plan, weights, x, routed, DType::bf16);
+        const auto whole = run<float>(*plan, weights, x, routed, DType::f32);
+        std::vector<float> out;
+        out.reserve(parts.size());
+        for (const std::uint16_t code : parts) out.push_back(decode<formats::bf16>(code));
+        EXPECT_LE(relative_l2(out, {whole.begin(), whole.end()}), 0x1p-8);
+        EXPECT_EQ(run<std::uint16_t>(*plan, weights, x, routed, DType::bf16), parts);
+        PlanOptions invariant = options;
+        invariant.batch_invariant = true;
+        if (const auto uncut = MoePlan::create(spec, invariant, Device::cuda()); uncut.ok()) {
+          EXPECT_NE(run<std::uint16_t>(*uncut, weights, x, routed, DType::bf16), parts);
+          ++cut;
+        }
+      }
+    }
+  }
+  EXPECT_GE(cut, 50);
 }
 
 // Tiles of 128 tokens leave the codes of a kernel that rounds what those of 192 leave, whatever the numbers
