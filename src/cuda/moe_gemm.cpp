@@ -23,9 +23,11 @@ GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) 
 }
 
 /// Pairs of blocks read an item's tokens once from the L2 cache, if hardly any of them lack a second tile.
-int sharing_blocks(const GemmKernel& kernel, int groups, int multiprocessors) {
-  const int tiles = tiles_of_item(groups, kernel.tile_groups, 1);
-  return kernel.may_share && multiprocessors > 1 && (tiles % 2 == 0 || tiles >= 32) ? 2 : 1;
+/// One matrix takes longer so.
+int sharing_blocks(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors) {
+  const int tiles = tiles_of_item(args.groups, kernel.tile_groups, 1);
+  const bool even = tiles % 2 == 0 || tiles >= 32;
+  return kernel.may_share && args.items != nullptr && multiprocessors > 1 && even ? 2 : 1;
 }
 
 /// With what the launch sets.
@@ -35,7 +37,7 @@ GemmArgs complete(const GemmKernel& kernel, GemmArgs args, int multiprocessors) 
   args.band_items = kernel.band_items();
   args.all_steps = args.steps * args.parts;
   args.part_steps = args.parts > 1 ? args.steps : 0;
-  args.sharing_blocks = sharing_blocks(kernel, args.groups, multiprocessors);
+  args.sharing_blocks = sharing_blocks(kernel, args, multiprocessors);
   return args;
 }
 
