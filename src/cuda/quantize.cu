@@ -129,7 +129,8 @@ __global__ void __launch_bounds__(kMostThreads, least_blocks<Activation, Input>(
   };
   const auto load = [&](int chunk) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) elements[v].template load<Reads::read_only>(x, begin(chunk, v), k, args.wide);
+    for (int v = 0; v < kVectors; ++v)
+      elements[v].template load<Reads::read_only>(x, begin(chunk, v), k, args.wide);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) ranges[v] = elements[v].range();
   };
