@@ -143,13 +143,18 @@ double multiplied_tokens(const CudaTuning& tuning, const GemmKernel& kernel, int
                    (items - larger - 1) * kernel.loops.of(small * kernel.token_step) + kernel.loops.of(last);
 }
 
+/// Of an item.
+int tiles_of(const PackedShape& shape, const GemmKernel& kernel) {
+  return tiles_of_item(static_cast<int>(shape.units / kGroupUnits), kernel.tile_groups, 1);
+}
+
 /// Of one matrix, so that its groups of units, by so many rows, are work for the whole device. All warps can
 /// share a group by fewer rows than some.
 int parts_of_matrix(const PackedShape& shape, const GemmKernel& kernel, int rows, int multiprocessors) {
   constexpr int least_rows = 9, least_steps = 4;
   if (rows < least_rows || rows > kMostRowsOfParts) return 1;
-  const std::int64_t items = (rows + kernel.tokens - 1) / kernel.tokens, groups = shape.units / kGroupUnits;
-  const std::int64_t pieces = (groups + kernel.tile_groups - 1) / kernel.tile_groups * items;
+  const std::int64_t items = (rows + kernel.tokens - 1) / kernel.tokens,
+                     pieces = items * tiles_of(shape, kernel);
   const std::int64_t wanted = std::int64_t{multiprocessors} * kernel.teams * kernel.team_groups;
   int parts = 1;
   while (parts < kMostParts && 2 * parts * pieces <= wanted && shape.records % (2 * parts) == 0 &&
@@ -170,8 +175,7 @@ int parts_of_down(const GemmWork& work, const PackedShape& shape, const GemmKern
                      experts = std::min<std::int64_t>(work.experts, slots),
                      mean = (slots + experts - 1) / experts,
                      items = (mean + kernel.tokens - 1) / kernel.tokens * experts;
-  const int tiles = tiles_of_item(static_cast<int>(shape.units / kGroupUnits), kernel.tile_groups, 1);
-  return 2 * items * tiles <= 5 * std::int64_t{multiprocessors} ? 2 : 1;
+  return 2 * items * tiles_of(shape, kernel) <= 5 * std::int64_t{multiprocessors} ? 2 : 1;
 }
 
 /// In how many the columns of the last matrix are best cut.
@@ -196,8 +200,7 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
   const bool warps = choice.tuning.body == CudaTuning::Body::warps;
   const int tile = choice.tuning.tile_tokens;
   const double bytes = static_cast<double>(shape.bytes()), steps = static_cast<double>(shape.records),
-               tiles_of_item =
-                   std::ceil(static_cast<double>(shape.units) / kGroupUnits / choice.kernels[0].tile_groups);
+               tiles_of_item = tiles_of(shape, choice.kernels[0]);
   double read = 0, cached = 0, clocks = 0, tiles = 0;
   for (const Load& load : loads) {
     if (load.tokens == 0) continue;
