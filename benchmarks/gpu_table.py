@@ -113,7 +113,6 @@ def main():
     parser.add_argument("tool")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--many", action="store_true")
-    parser.add_argument("--seconds", default="1", help="of gatefold bench")
     parser.add_argument("--weight-bytes", default="3GB", help="of gatefold bench")
     parser.add_argument("--json", help="where all rows of gatefold bench go")
     arguments = parser.parse_args()
@@ -135,7 +134,7 @@ def main():
             name, *options = scheme.split()
             done = tool("bench", "--backend", "cuda", "--shape" if "," in layer else "--model", layer, "--scheme", name,
                         *options, "--tokens", ",".join(map(str, tokens)), "--from", ",".join(ways),
-                        "--seconds", arguments.seconds, "--weight-bytes", arguments.weight_bytes)["rows"]
+                        "--weight-bytes", arguments.weight_bytes)["rows"]
             rows += [{"layer": layer, **row, "scheme": scheme} for row in done]
             floors = {row["tokens"]: row["us_floor"] for row in done if row["from"] == "ids"}
             limits = {t: bar(floors[t], scheme, bits[name], t, experts, top_k) for t in tokens}

@@ -53,8 +53,9 @@ struct BenchRow {
   int tokens = 0;
   BenchFrom from = BenchFrom::ids;
   int runs = 0;
-  double us_median = 0, us_min = 0, us_max = 0;  ///< on a GPU: calls one after the other in a CUDA graph
-  double us_launched = 0;                        ///< GPU: launched one by one; median
+  /// On a GPU: calls one after the other in a CUDA graph, for some 20 ms from a rest.
+  double us_median = 0, us_min = 0, us_max = 0;
+  double us_launched = 0;          ///< GPU: launched one by one; median
   std::uint64_t weight_bytes = 0;  ///< packed bytes, scales included, of the experts that a call hits (mean)
   double gb_per_s = 0;             ///< weight_bytes / time, median
   double gflop_per_s = 0;          ///< 6 * tokens * top_k * hidden * intermediate / time

@@ -103,6 +103,9 @@ Result<double> Timer::launched(const Work&) {
 Result<std::vector<double>> Timer::replayed(const Work&, int) {
   return absent();
 }
+Result<std::vector<double>> Timer::rested(const Work&, int) {
+  return absent();
+}
 Status launch_read(const ReadArgs&, int, Stream) {
   return absent();
 }

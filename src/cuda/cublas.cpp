@@ -187,19 +187,13 @@ Result<double> dense_gflop_per_s(Format format, int device) {
   if (Status status = multiply.fill_random(format); !status.ok()) return status;
   Result<Timer> timer = Timer::create(device);
   if (!timer) return timer.status();
-  constexpr int kRounds = 5, kMultiplies = 8;
-  std::vector<double> times;
-  for (int round = -1; round < kRounds; ++round) {
-    const Result<double> us = timer->launched([&](Stream stream) {
-      Status status;
-      for (int i = 0; i < kMultiplies && status.ok(); ++i) status = multiply.run(stream);
-      return status;
-    });
-    if (!us) return us.status();
-    if (round >= 0) times.push_back(*us / kMultiplies);
-  }
-  std::sort(times.begin(), times.end());
-  return 2.0 * kSize * kSize * kSize / times[kRounds / 2] / 1e3;
+  constexpr int kMultiplies = 15;
+  Result<std::vector<double>> times =
+      timer->rested([&](Stream stream) { return multiply.run(stream); }, kMultiplies);
+  if (!times) return times.status();
+  const auto middle = times->begin() + static_cast<std::ptrdiff_t>(times->size() / 2);
+  std::nth_element(times->begin(), middle, times->end());
+  return 2.0 * kSize * kSize * kSize / *middle / 1e3;
 }
 
 Result<std::vector<float>> dense_product(std::span<const std::byte> x, std::span<const std::byte> w,

@@ -1,13 +1,17 @@
 #include "cuda/measure.h"
 
 #include <algorithm>
+#include <chrono>
+#include <limits>
+#include <thread>
 
 #include "cuda/device.h"
 
 namespace gatefold::cuda {
 
 namespace {
-constexpr double kWarmUs = 5000;
+constexpr double kWarmUs = 5000, kMostUs = 20000;
+constexpr std::chrono::milliseconds kRest(100);
 }  // namespace
 
 struct Timer::State {
@@ -51,18 +55,26 @@ Result<double> Timer::launched(const Work& work) {
 }
 
 Result<std::vector<double>> Timer::replayed(const Work& work, int count) {
+  return replay(work, count, std::numeric_limits<double>::infinity());
+}
+
+Result<std::vector<double>> Timer::rested(const Work& work, int count) {
+  std::this_thread::sleep_for(kRest);
+  return replay(work, count, kMostUs);
+}
+
+Result<std::vector<double>> Timer::replay(const Work& work, int count, double most_us) {
   const Result<Graph> graph = Graph::record(work, state_->device);
   if (!graph) return graph.status();
   const auto launch = [&](Stream stream) { return graph->launch(stream); };
   std::vector<double> times;
-  double warm_us = 0;  // clocks and caches take a while to become what they stay
-  while (static_cast<int>(times.size()) < count) {
+  double all_us = 0;
+  while (times.empty() || (static_cast<int>(times.size()) < count && all_us < most_us)) {
     const Result<double> time = state_->time(launch);
     if (!time) return time.status();
-    if (warm_us < kWarmUs)
-      warm_us += *time;
-    else
-      times.push_back(*time);
+    // Clocks and caches take a while to become what they stay.
+    if (all_us >= kWarmUs) times.push_back(*time);
+    all_us += *time;
   }
   return times;
 }

@@ -24,10 +24,15 @@ class Timer {
   /// Captures the work in a graph, replays it untimed for some milliseconds and then `count` times: the
   /// microseconds of each.
   Result<std::vector<double>> replayed(const Work& work, int count);
+  /// The same from a rest, and within some 20 ms, though at least once: a device multiplies at its highest
+  /// clock for 25 to 35 ms, and then, until it has rested, at what its power leaves (docs/performance.md).
+  Result<std::vector<double>> rested(const Work& work, int count);
 
  private:
   struct State;
   explicit Timer(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  /// Until `count` are timed, or all took `most_us`.
+  Result<std::vector<double>> replay(const Work& work, int count, double most_us);
   std::shared_ptr<State> state_;
 };
 
@@ -43,7 +48,7 @@ struct ReadArgs {
 Status launch_read(const ReadArgs& args, int device, Stream stream);
 
 /// GFLOP/s of a dense multiply of 8192 x 8192 x 8192 random numbers (bf16, e4m3, int8) by cuBLAS, which is
-/// loaded for it. Errors: there is none (unsupported), no memory.
+/// loaded for it, from a rest. Errors: there is none (unsupported), no memory.
 Result<double> dense_gflop_per_s(Format format, int device);
 
 /// y [rows, n] = x [rows, k] w [n, k]^T of e4m3 codes, by cuBLAS, from and to host memory: what its sums

@@ -156,8 +156,6 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
   };
   std::vector<BenchRow> rows;
   for (const SchemeId id : options.schemes) {
-    // Before the layers are made: the GPU's clocks recover meanwhile.
-    if (options.device.kind == Device::Kind::cuda) static_cast<void>(dense.gflop_per_s(id));
     const Result<SyntheticLayers> layers = SyntheticLayers::create(
         options.shape, id, options.weight_bytes, options.device, options.dtype, options.static_scales);
     if (!layers) return layers.status();

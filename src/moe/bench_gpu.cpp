@@ -34,13 +34,15 @@ Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, Benc
   const auto read = [&](cuda::Stream stream) { return calls->read(stream); };
   const auto each = static_cast<double>(calls->count());
   std::vector<double> times, launched, reads;
-  constexpr int kRounds = 3, kReplays = 7;  // reads and runs in turn: clocks change
+  const auto add = [&](const Result<std::vector<double>>& some, std::vector<double>& to) {
+    if (!some) return some.status();
+    for (const double us : *some) to.push_back(us / each);
+    return Status();
+  };
+  constexpr int kRounds = 3, kReplays = 7;
   for (int round = 0; round < kRounds; ++round) {
-    for (auto [work, to] : {std::pair<cuda::Work, std::vector<double>*>{read, &reads}, {run, &times}}) {
-      const auto some = timer->replayed(work, kReplays);
-      if (!some) return some.status();
-      for (const double us : *some) to->push_back(us / each);
-    }
+    if (Status status = add(timer->rested(run, kReplays), times); !status.ok()) return status;
+    if (Status status = add(timer->replayed(read, kReplays), reads); !status.ok()) return status;
     const auto some = timer->launched(run);
     if (!some) return some.status();
     launched.push_back(*some / each);

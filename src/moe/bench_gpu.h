@@ -18,8 +18,8 @@ class DenseRates {
   std::map<std::string_view, Result<double>> rates_;
 };
 
-/// Calls of layers in turn, replayed as a graph and launched one by one, beside reads of the weights that
-/// they read.
+/// Calls of layers in turn, replayed as a graph, from a rest, and launched one by one, beside reads of the
+/// weights that they read.
 Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, BenchFrom from,
                                  const BenchOptions& options, DenseRates& dense);
 
