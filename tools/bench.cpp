@@ -81,9 +81,9 @@ void print_ceilings(const BenchRow& row, bool gpu) {
   if (gpu)
     fmt::print(
         "\"us\": in a CUDA graph, from a rest of the GPU; \"launched\": without. \"read\": plain reading of "
-        "the same weights ({:.0f} "
-        "GB/s); \"multiply\": at the rate of cuBLAS ({:.0f} TFLOP/s on a large dense multiply); floor: the "
-        "larger of both. Clocks: SM {} MHz, memory {} MHz\n{}",
+        "the same weights ({:.0f} GB/s); \"multiply\": at the rate of cuBLAS ({:.0f} TFLOP/s on a large "
+        "dense "
+        "multiply); floor: the larger of both. Clocks: SM {} MHz, memory {} MHz\n{}",
         row.read_gb_per_s, row.multiply_gflop_per_s / 1e3, row.sm_mhz, row.memory_mhz,
         row.unmeasured.empty() ? "" : "Not measured (0 above): " + row.unmeasured + "\n");
   else

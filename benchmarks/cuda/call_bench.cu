@@ -1,6 +1,5 @@
 // What the host does for one call of a plan, one token: beside bare launches of as many empty kernels, and
 // for a launch of the call recorded as a graph.
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <random>
@@ -8,6 +7,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/moe_gemm.h"
+#include "format/median.h"
 #include "gatefold/moe.h"
 #include "gatefold/quantize.h"
 
@@ -28,8 +28,7 @@ double host_us(const Call& call) {
     const std::chrono::duration<double, std::micro> spent = std::chrono::steady_clock::now() - start;
     if (round >= 0) times.push_back(spent.count() / kCalls);
   }
-  std::nth_element(times.begin(), times.begin() + kRounds / 2, times.end());
-  return times[kRounds / 2];
+  return median(times);
 }
 
 Status time(SchemeId id, bool from_logits) {

@@ -1,15 +1,15 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdio>
 
 #include "cuda/device.h"
 #include "cuda/measure.h"
+#include "format/median.h"
 
 namespace gatefold {
 
-/// Time of one call in microseconds: the median over replays of a graph of several calls, from a rest;
-/// they work on copies in turn, so that data comes from memory. 0 if it cannot be measured.
+/// Time of one call in microseconds: the median over replays of a graph of several calls, from a rest; they
+/// work on copies in turn, so that data comes from memory. 0 if it cannot be measured.
 template <class Call>
 double graph_us(int calls, Call&& call) {
   const auto all = [&](cuda::Stream stream) {
@@ -22,9 +22,7 @@ double graph_us(int calls, Call&& call) {
     std::printf("%s\n", times.status().message().c_str());
     return 0;
   }
-  const auto middle = times->begin() + static_cast<std::ptrdiff_t>(times->size() / 2);
-  std::nth_element(times->begin(), middle, times->end());
-  return *middle / calls;
+  return median(*times) / calls;
 }
 
 }  // namespace gatefold

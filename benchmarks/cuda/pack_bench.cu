@@ -6,6 +6,7 @@
 
 #include "cuda/weights.h"
 #include "format/matrix.h"
+#include "format/median.h"
 
 namespace gatefold {
 namespace {
@@ -22,8 +23,7 @@ double rate(std::size_t bytes, Work&& work) {
     cudaDeviceSynchronize();
     if (i >= 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
-  std::nth_element(seconds.begin(), seconds.begin() + 4, seconds.end());
-  return static_cast<double>(bytes) / seconds[4] / 1e9;
+  return static_cast<double>(bytes) / median(seconds) / 1e9;
 }
 
 int run(std::int64_t n, std::int64_t k) {

@@ -8,6 +8,7 @@
 #include "cuda/device.h"
 #include "cuda/dynamic_library.h"
 #include "cuda/measure.h"
+#include "format/median.h"
 #include "gatefold/codec.h"
 
 namespace gatefold::cuda {
@@ -188,12 +189,10 @@ Result<double> dense_gflop_per_s(Format format, int device) {
   Result<Timer> timer = Timer::create(device);
   if (!timer) return timer.status();
   constexpr int kMultiplies = 15;
-  Result<std::vector<double>> times =
+  const Result<std::vector<double>> times =
       timer->rested([&](Stream stream) { return multiply.run(stream); }, kMultiplies);
   if (!times) return times.status();
-  const auto middle = times->begin() + static_cast<std::ptrdiff_t>(times->size() / 2);
-  std::nth_element(times->begin(), middle, times->end());
-  return 2.0 * kSize * kSize * kSize / *middle / 1e3;
+  return 2.0 * kSize * kSize * kSize / median(*times) / 1e3;
 }
 
 Result<std::vector<float>> dense_product(std::span<const std::byte> x, std::span<const std::byte> w,

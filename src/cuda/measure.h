@@ -31,7 +31,7 @@ class Timer {
  private:
   struct State;
   explicit Timer(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  /// Until `count` are timed, or all took `most_us`.
+  /// Until `count` are timed, or all of them took `most_us`, but at least one.
   Result<std::vector<double>> replay(const Work& work, int count, double most_us);
   std::shared_ptr<State> state_;
 };

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "cpu/probe.h"
+#include "format/median.h"
 #include "moe/bench_gpu.h"
 #include "moe/synthetic.h"
 #include "moe/weights.h"

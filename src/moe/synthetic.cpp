@@ -11,12 +11,6 @@
 
 namespace gatefold {
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
 namespace {
 
 /// Scales of groups in f16 instead of bf16.

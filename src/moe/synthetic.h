@@ -9,8 +9,6 @@
 
 namespace gatefold {
 
-double median(std::vector<double> values);
-
 /// top_k different experts for every token of ids [T, top_k].
 void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& random,
                     std::vector<std::int32_t>& ids);

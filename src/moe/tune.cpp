@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 
+#include "format/median.h"
 #include "format/options.h"
 #include "moe/kernel.h"
 #include "moe/synthetic.h"

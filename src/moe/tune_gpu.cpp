@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/measure.h"
+#include "format/median.h"
 #include "moe/gpu_calls.h"
 
 namespace gatefold {
