@@ -118,6 +118,10 @@ void print(const std::string& name, std::int64_t rows, const Times& times, doubl
   std::printf("\n");
 }
 
+std::string name_of(SchemeId id, bool quantized) {
+  return std::string(scheme(id).name) + (quantized ? ", codes" : "");
+}
+
 void few_rows(SchemeId id, std::int64_t size, std::size_t l2_bytes) {
   const auto weights = random_weights(id, size, 5 * l2_bytes);
   const std::size_t bytes = weights[0].packed_bytes() / 16 * 16;
@@ -131,8 +135,11 @@ void few_rows(SchemeId id, std::int64_t size, std::size_t l2_bytes) {
     if (!cuda::launch_read(args, 0, stream).ok()) std::printf("cannot read\n");
   });
   for (const std::int64_t rows : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
-    const Times times = time(weights, rows);
-    print(std::string(scheme(id).name), rows, times, read, read / times.us);
+    for (const bool quantized : {false, true}) {
+      if (quantized && !scheme(id).quantizes_activations()) continue;
+      const Times times = time(weights, rows, quantized);
+      print(name_of(id, quantized), rows, times, read, read / times.us);
+    }
   }
 }
 
@@ -146,8 +153,7 @@ void many_rows(SchemeId id, std::int64_t size) {
     if (quantized && !scheme(id).quantizes_activations()) continue;
     const Times times = time(weights, size, quantized);
     const double gflop_per_s = 2.0 * static_cast<double>(size * size * size) / times.us / 1e3;
-    print(std::string(scheme(id).name) + (quantized ? ", codes" : ""), size, times, gflop_per_s / 1e3,
-          best ? gflop_per_s / *best : 0);
+    print(name_of(id, quantized), size, times, gflop_per_s / 1e3, best ? gflop_per_s / *best : 0);
   }
   if (!best) std::printf("%s\n", best.status().message().c_str());
 }
@@ -156,7 +162,8 @@ int run(std::int64_t size) {
   const cuda::DeviceInfo device = take(cuda::device_info());
   std::printf("%s, [%ld, %ld], bf16 in and out, graphs\n%-25s%6s%9s%10s%7s\n", device.name.c_str(),
               static_cast<long>(size), static_cast<long>(size), "scheme", "rows", "us", "read us", "read/it");
-  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_channel})
+  for (const SchemeId id :
+       {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_channel, SchemeId::fp8_channel_afp8})
     few_rows(id, size, device.l2_bytes);
   std::printf("%-25s%6s%9s%10s%7s\n", "scheme", "rows", "us", "TFLOP/s", "cuBLAS");
   for (const SchemeId id : {SchemeId::fp8_tensor_afp8, SchemeId::fp8_channel_afp8, SchemeId::fp8_block_afp8,

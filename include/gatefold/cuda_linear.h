@@ -75,7 +75,9 @@ struct LinearInputs {
   /// Rows that are quantized already, in the layout of quantize_activations (cuda_quantize.h): x has the
   /// codes of the scheme's activation operand (F8_E4M3, I8 or F4), and these are their scales, whatever the
   /// weights' static ones are. The same codes and scales give the same bits as numbers that are rounded to
-  /// them. nullptr: x is numbers.
+  /// them. nullptr: x is numbers. Where weights and activations are both e4m3 or both int8, k is a multiple
+  /// of 16 and x aligned to as many bytes, many rows are multiplied where they lie (with scales of 128
+  /// columns: those of one matrix); others are copied into the multiply's order first.
   const void* scales = nullptr;
   const float* token_scales = nullptr;  ///< [rows], of operands that have them
 };

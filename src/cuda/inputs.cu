@@ -319,6 +319,22 @@ __global__ void __launch_bounds__(kThreads) codes_kernel(const InputArgs args) {
   }
 }
 
+constexpr int kRecordsOfThread = 8;
+
+/// A thread has some neighbours of a row: lines that a warp reads are read again by its next loads.
+__global__ void __launch_bounds__(kThreads) record_scales_kernel(const InputArgs args) {
+  wait_and_let_start(args);
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x),
+            records = static_cast<int>(args.stride / kRecordColumns),
+            first = static_cast<int>(blockIdx.y) * kRecordsOfThread;
+  if (i >= args.x.rows) return;
+  const float* from = static_cast<const float*>(args.scales) + std::int64_t{i} * records;
+#pragma unroll
+  for (int n = 0; n < kRecordsOfThread; ++n)
+    if (const int record = first + n; record < records)
+      args.record_scales[std::int64_t{record} * args.tile_rows + i] = from[record];
+}
+
 template <Format F>
 struct Plain {
   static constexpr Operand operand = operands::plain(F);
@@ -406,6 +422,18 @@ cudaError_t launch_inputs(const InputArgs& args, cudaStream_t stream) {
       if (args.activation == a) error = launch_rows<ActivationOf<S::id>>(args, stream);
   });
   return error;
+}
+
+cudaError_t launch_record_scales(const InputArgs& args, cudaStream_t stream) {
+  const auto parts = [](std::int64_t all, int each) {
+    return static_cast<unsigned>((all + each - 1) / each);
+  };
+  return launch_dependent(
+      &record_scales_kernel,
+      {.blocks = dim3(parts(args.x.rows, kThreads), parts(args.stride / kRecordColumns, kRecordsOfThread)),
+       .threads = kThreads,
+       .stream = stream},
+      args);
 }
 
 }  // namespace gatefold::cuda

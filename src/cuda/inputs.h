@@ -90,5 +90,7 @@ constexpr InputKind byte_kind(const Operand& a) {
 }
 
 cudaError_t launch_inputs(const InputArgs& args, cudaStream_t stream);
+/// Of one matrix's rows of codes only the scales of their records.
+cudaError_t launch_record_scales(const InputArgs& args, cudaStream_t stream);
 
 }  // namespace gatefold::cuda

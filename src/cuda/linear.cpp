@@ -32,6 +32,25 @@ std::string refuses(SchemeId id, const Operand& activation) {
   return {};
 }
 
+/// Of GemmInputs, of several matrices: many have fewer rows than an item, and such a box, of 4 KB, is large
+/// enough to be fast.
+constexpr int kGroupBoxRows = 32;
+
+/// Of one matrix: as few items as will do have about as many rows each.
+int rows_of_item(const GemmKernel& kernel, std::int32_t rows) {
+  const int items = (rows + kernel.tokens - 1) / kernel.tokens,
+            steps = (rows + kernel.token_step - 1) / kernel.token_step;
+  return std::min(kernel.tokens, (steps + items - 1) / items * kernel.token_step);
+}
+
+/// Whether rows are codes that can be copied in boxes. (Scales of their records, which are not in the order
+/// of the multiply, are put there for one matrix only.)
+bool are_boxes(const LinearInputs& in, const Operand& activation) {
+  return in.scales != nullptr && in.x.cols % 16 == 0 &&
+         reinterpret_cast<std::uintptr_t>(in.x.data) % 16 == 0 &&
+         (in.offsets == nullptr || !has_record_scales(activation));
+}
+
 struct LinearBuffers {
   InputBuffers in;
   Buffer<CutItem> items;
@@ -97,6 +116,7 @@ Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const
   auto memory = DeviceWeights::allocate(each * matrices.size(), Device::cuda(device));
   if (!memory) return memory.status();
   state->memory = std::move(*memory);
+  static_cast<DeviceWeights&>(*state->memory).in_order = keeps_order(scheme(first.scheme));
   PackedMatrix packed;
   for (std::size_t i = 0; i < matrices.size(); ++i) {
     if (Status status = state->memory->pack(matrices[i], 1, i * each, &packed); !status.ok()) return status;
@@ -127,6 +147,8 @@ struct LinearPlan::State {
 
   Status check(const LinearWeights& weights, const LinearInputs& in, const MutableMatrixView& y,
                std::span<std::byte> workspace) const;
+  Status make_rows(const LinearWeights::State& weights, const LinearInputs& in, const GemmKernel& kernel,
+                   std::byte* base, cudaStream_t stream, GemmArgs* args) const;
   Status launch(const LinearWeights::State& weights, const LinearInputs& in, const MutableMatrixView& y,
                 std::byte* base, cudaStream_t stream) const;
 };
@@ -222,14 +244,52 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
   return {};
 }
 
-/// Items of the groups' rows, unless one matrix takes all; rows as the multiply takes them; the multiply.
+/// Rows as the multiply takes them: as they are, or in the order of its operands.
+Status LinearPlan::State::make_rows(const LinearWeights::State& weights, const LinearInputs& in,
+                                    const GemmKernel& kernel, std::byte* base, cudaStream_t stream,
+                                    GemmArgs* args) const {
+  const Operand& activation = buffers.in.activation;
+  const bool grouped = in.offsets != nullptr, in_order = keeps_order(scheme(shape.scheme)),
+             as_they_are = in_order ? kernel.reads_codes && are_boxes(in, activation)
+                                    : !kernel.tiled && buffers.in.are(in.x);
+  InputOrder order = kernel.order(shape.scheme);
+  order.in_order = in_order;
+  if (in_order && order.bytes != 0) order.bytes = byte_order({.in_order = true});
+  InputArgs inputs = buffers.in.args(base, in.x, args->slots, order);
+  inputs.experts = shape.matrices;
+  inputs.scales = in.scales;
+  inputs.token_scales = in.token_scales;
+  inputs.start_next_early = !grouped;  // to read weights
+  if (as_they_are) {
+    args->inputs.rows = static_cast<const std::uint16_t*>(in.x.data);
+    args->routed_early = !grouped;  // else the kernel before has cut items
+    if (!in_order) return {};
+    args->inputs.row_bytes = in.x.cols;
+    args->inputs.box_rows = grouped ? kGroupBoxRows : std::min(kernel.tokens, (args->slots + 7) / 8 * 8);
+    if (has_row_scales(activation)) args->inputs.row_scales = static_cast<const float*>(in.scales);
+    if (!has_record_scales(activation)) return {};
+    args->routed_early = true;
+    return cuda::check(launch_record_scales(inputs, stream), "order scales of rows");
+  }
+  // Which group a row is of matters only in tiles, and where groups have scales of their own.
+  const bool per_tensor = activation.quantized() && activation.group.n == 0;
+  inputs.static_scales = activation.may_be_static() && weights.static_scales.data() != nullptr
+                             ? weights.static_scales.as<const TensorScale>()
+                             : nullptr;
+  if (per_tensor || inputs.static_scales != nullptr || kernel.tiled) inputs.offsets = in.offsets;
+  if (kernel.tiled && grouped) inputs.expert_rows = buffers.expert_rows.at(base);
+  return cuda::check(launch_inputs(inputs, stream), "round rows");
+}
+
+/// Items of the groups' rows, unless one matrix takes all; rows; the multiply.
 Status LinearPlan::State::launch(const LinearWeights::State& weights, const LinearInputs& in,
                                  const MutableMatrixView& y, std::byte* base, cudaStream_t stream) const {
   const DeviceMatrices& w = weights.matrices;
   const PackedShape packed = packed_shape(shape, w.wide);
   const auto rows = static_cast<std::int32_t>(in.x.rows);
   const GemmChoice& choice = table.at(rows);
-  const GemmKernel kernel = choice.kernel(w.wide);
+  GemmKernel kernel = choice.kernel(w.wide);
+  if (kernel.tiled && in.offsets == nullptr) kernel.tokens = rows_of_item(kernel, rows);
   GemmArgs args{.weights = w.data,
                 .expert_stride = w.expert_stride,
                 .groups = static_cast<std::int32_t>(packed.units / kGroupUnits),
@@ -262,24 +322,7 @@ Status LinearPlan::State::launch(const LinearWeights::State& weights, const Line
     if (Status status = cuda::check(launch_items(items, stream), "cut rows into items"); !status.ok())
       return status;
   }
-  if (!kernel.tiled && buffers.in.are(in.x)) {
-    args.inputs.rows = static_cast<const std::uint16_t*>(in.x.data);
-    args.routed_early = in.offsets == nullptr;  // else the kernel before has cut items
-  } else {
-    InputArgs inputs = buffers.in.args(base, in.x, rows, kernel.order(shape.scheme));
-    // Which group a row is of matters only in tiles, and where groups have scales of their own.
-    const bool per_tensor = buffers.in.activation.quantized() && buffers.in.activation.group.n == 0;
-    inputs.experts = shape.matrices;
-    inputs.scales = in.scales;
-    inputs.token_scales = in.token_scales;
-    inputs.start_next_early = in.offsets == nullptr;  // to read weights
-    inputs.static_scales = buffers.in.activation.may_be_static() && weights.static_scales.data() != nullptr
-                               ? weights.static_scales.as<const TensorScale>()
-                               : nullptr;
-    if (per_tensor || inputs.static_scales != nullptr || kernel.tiled) inputs.offsets = in.offsets;
-    if (kernel.tiled && in.offsets != nullptr) inputs.expert_rows = buffers.expert_rows.at(base);
-    if (Status status = cuda::check(launch_inputs(inputs, stream), "round rows"); !status.ok()) return status;
-  }
+  if (Status status = make_rows(weights, in, kernel, base, stream, &args); !status.ok()) return status;
   const int parts = in.offsets == nullptr ? table.parts(rows) : 1;
   if (parts == 1)
     return cuda::check(launch_gemm(kernel, args, nullptr, device.multiprocessors, stream), "multiply");

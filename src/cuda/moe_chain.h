@@ -4,6 +4,7 @@
 /// rounded in between where it reads codes. Thread blocks take the next tile as they come to it.
 
 #include "cuda/inputs.h"
+#include "cuda/tensor_map.h"
 
 namespace gatefold::cuda {
 
@@ -40,6 +41,7 @@ inline constexpr int kProgressOfAll = 4, kProgressAmax = 3;
 /// What kernels by warpgroups multiply: one GemmArgs, or two.
 struct GemmChain {
   GemmArgs of[2];
+  CUtensorMap boxes = {};  ///< of the first one's inputs, if these are copied so (GemmInputs::box_rows)
   std::int32_t count = 1;
   /// 0 before the launch: how many tiles have been taken; or nullptr, and blocks take them in turn.
   std::int32_t* next_tile = nullptr;

@@ -27,7 +27,9 @@ GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) 
 int sharing_blocks(const GemmKernel& kernel, const GemmArgs& args, int multiprocessors) {
   const int tiles = tiles_of_item(args.groups, kernel.tile_groups, 1);
   const bool even = tiles % 2 == 0 || tiles >= 32;
-  return kernel.may_share && args.items != nullptr && multiprocessors > 1 && even ? 2 : 1;
+  return kernel.may_share && args.items != nullptr && args.inputs.box_rows == 0 && multiprocessors > 1 && even
+             ? 2
+             : 1;
 }
 
 /// With what the launch sets.
@@ -91,6 +93,10 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int
                         int multiprocessors, cudaStream_t stream) {
   GemmArgs own = complete(kernel, args, multiprocessors);
   GemmChain chain{.of = {own, {}}, .next_tile = next_tile};
+  if (const GemmInputs& in = own.inputs; in.box_rows > 0)
+    if (const cudaError_t error = make_row_boxes(in.rows, in.row_bytes, own.slots, in.box_rows, &chain.boxes);
+        error != cudaSuccess)
+      return error;
   void* parameters[] = {kernel.tiled ? static_cast<void*>(&chain) : &own};
   return launch_dependent(
       kernel.function,

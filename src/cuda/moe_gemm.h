@@ -55,6 +55,10 @@ struct GemmInputs {
   /// (tile_position); row_scales belong to them, record_scales are [stride / kRecordColumns, tile_rows].
   /// 0: not.
   std::int32_t tile_rows = 0;
+  /// Codes, a byte each, where they lie, [slots, row_bytes] (GemmKernel::reads_codes): they are copied in
+  /// boxes of so many rows, and row_scales are of slots; record_scales as above. 0: not.
+  std::int32_t box_rows = 0;
+  std::int64_t row_bytes = 0;
 };
 
 enum class GemmKind : std::uint8_t { gate_up, down };
@@ -151,6 +155,7 @@ struct InputOrder {
   std::uint32_t bytes = 0;  ///< byte_order, of codes
   bool f16 = false;         ///< what codes of e4m3 become, where they become 16-bit numbers
   float scale = 1;          ///< of 16-bit numbers: they are larger by that, a power of two (input_scale)
+  bool in_order = false;    ///< of weights whose columns keep their order (PackedFormat)
 };
 
 inline constexpr int kTileTokens = 8;
@@ -190,6 +195,7 @@ struct GemmKernel {
   bool rounds = false;           ///< gate and up leave codes with scales of records, not sums
   bool rounds_static = false;    ///< gate and up leave codes by GemmArgs::static_scales, if there are any
   bool finds_amax = false;       ///< GemmArgs::out_amax
+  bool reads_codes = false;      ///< GemmInputs::box_rows
   bool counts = false;           ///< launches of one multiply have a counter, by which blocks take tiles
   const void* chain = nullptr;   ///< for two multiplies in one launch (moe_chain.h), or nullptr
   std::uint32_t byte_order = 0;  ///< InputOrder; 0: inputs are 16-bit numbers

@@ -162,7 +162,7 @@ __device__ __forceinline__ void copy_end_scales(const GemmArgs& args, const Tile
     sync_threads<128>(1 + threadIdx.x / 128);  // the last tile's have been read
     if constexpr (T::scaled_tokens > 0)
       for (int i = thread; i < tile.count; i += 128)
-        copy_4_bytes(own + i, args.inputs.row_scales + tile.row + i);
+        copy_4_bytes(own + i, args.inputs.row_scales + row_of_inputs<T>(args, tile) + i);
     if constexpr (T::P.row_scale) {
       const int first = tile.first_group * (kGroupUnits * kUnitRows) +
                         (T::token_rows ? 0 : threadIdx.x / 128 * T::end_rows);

@@ -40,6 +40,7 @@ GemmKernel kernel_of() {
           .rounds = T::rounds_channels,
           .rounds_static = leaves_codes<T>,
           .finds_amax = T::of_tensors,
+          .reads_codes = T::reads_codes,
           .counts = T::counts && !T::few,
           .chain = chain,
           .byte_order = byte_order(T::P)};

@@ -37,6 +37,8 @@ struct ByteTraits {
       any_activation(SchemeTag::id, [](const Operand& a) { return are_e4m3_rows(a) && a.group.n == 0; });
   /// Weights are multiplied as they lie in shared memory (moe_wgmma_rows.cuh), not decoded into registers.
   static constexpr bool from_memory = P.value == M;
+  /// So inputs may be codes where they lie (GemmInputs::box_rows), if the weights' columns keep their order.
+  static constexpr bool reads_codes = from_memory;
   /// Whether all products are added to the same sums, which the end of a step brings into units of the next
   /// record's scale; or sums of a record are kept by themselves until they are added to the others, in f32.
   static constexpr bool fast = kInput == InputKind::e4m3_fast || P.for_bytes;
@@ -133,11 +135,49 @@ requires(T::bytes) struct Stages<T> {
   __device__ explicit Stages(int) {}
 };
 
+/// Rows of codes in boxes (GemmInputs::box_rows): as below.
+template <class T>
+__device__ void copy_tile_boxes(const GemmChain& chain, WarpgroupRing<T>& ring, std::byte* memory) {
+  static_assert(T::input_steps == 1);
+  using S = Stages<T>;
+  const GemmArgs& args = chain.of[0];
+  const GemmInputs& in = args.inputs;
+  const int box = in.box_rows, box_bytes = box * kRecordColumns;
+  StagePlace place;
+  bool all_filled = false;  // once
+  for (int i = 0;; ++i) {
+    const Tile tile = same_in_warp(tile_of_block<T, Filler::inputs>(chain, ring, i));
+    if (tile.count == 0) return;
+    const int first_row = row_of_inputs<T>(args, tile), boxes = (tile.count + box - 1) / box,
+              first_step = static_cast<int>(tile.part) * args.part_steps,
+              scale_bytes = T::record_scales ? (tile.count + 7) / 8 * 8 * 4 : 0;
+    for (int step = 0; step < args.steps; ++step) {
+      if (all_filled) wait_barrier(ring.inputs_empty + place.index, place.parity ^ 1);
+      if (one_of_warp()) {
+        std::uint64_t* full = ring.inputs_full + place.index;
+        std::byte* to = memory + place.index * S::input_bytes;
+        expect_bytes(full, boxes * box_bytes + scale_bytes);
+        if constexpr (T::record_scales)
+          copy_bulk(to + S::scales_at,
+                    in.record_scales + std::int64_t{first_step + step} * in.tile_rows + tile.row, scale_bytes,
+                    full);
+        for (int b = 0; b < boxes; ++b)
+          copy_box(to + b * box_bytes, chain.boxes, (first_step + step) * kRecordColumns, first_row + b * box,
+                   full);
+      }
+      place.advance(S::inputs);
+      all_filled |= place.index == 0;
+    }
+  }
+}
+
 /// Copies activations, a stage as soon as it has been read; by one lane, whichever, of a warp.
 template <class T>
 requires(T::bytes) __device__
     void copy_tile_inputs(const GemmChain& chain, WarpgroupRing<T>& ring, std::byte* memory) {
   using S = Stages<T>;
+  if constexpr (T::reads_codes)
+    if (chain.of[0].inputs.box_rows > 0) return copy_tile_boxes<T>(chain, ring, memory);
   StagePlace place;
   bool all_filled = false;  // once
   for (int i = 0;; ++i) {

@@ -27,7 +27,7 @@ struct WarpgroupTraits {
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = Plain::M;
   static constexpr bool bytes = false, few = !kMany;
-  static constexpr bool may_share = false, counts = true, of_tensors = false;
+  static constexpr bool may_share = false, counts = true, of_tensors = false, reads_codes = false;
   /// Operands that one multiply can take.
   static constexpr bool possible = !Plain::split_inputs && !Plain::split_weights;
   /// Sums of a group of columns are kept by themselves, or are brought from one group's scale to the next,

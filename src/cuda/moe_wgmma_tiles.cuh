@@ -33,6 +33,12 @@ __device__ __forceinline__ const GemmArgs& multiply_of(const GemmChain& chain, c
   return chain.of[chains<T> ? tile.second : 0];
 }
 
+/// The row of a tile's first token among inputs.
+template <class T>
+__device__ __forceinline__ std::int32_t row_of_inputs(const GemmArgs& args, const Tile& tile) {
+  return T::reads_codes && args.inputs.box_rows > 0 && args.items != nullptr ? tile.first : tile.row;
+}
+
 /// So many blocks share an item's tokens.
 template <class T>
 __device__ __forceinline__ int sharing(const GemmArgs& args) {

@@ -114,11 +114,11 @@ GATEFOLD_HD std::uint32_t value_word(const PackJob& job, const PackedFormat& cod
   const WordPlace place = place_of_word(p, index);
   const std::int64_t k = record * kRecordColumns + place.column;
   const PackRow at = row_of(job, unit, place.row);
-  if (!at.valid || k >= job.shape.k) return pack_word(codes, 0);
-  if (has_no_scale(p, at.source, at.row, k)) return pack_word(codes, 0);
+  if (!at.valid || k >= job.shape.k) return pack_word(p, 0);
+  if (has_no_scale(p, at.source, at.row, k)) return pack_word(p, 0);
   const std::int64_t byte = k * codes.value.bits / 8;
   return pack_word(
-      codes, load_bytes(at.source.values + at.row * at.source.row_bytes + byte, at.source.row_bytes - byte));
+      p, load_bytes(at.source.values + at.row * at.source.row_bytes + byte, at.source.row_bytes - byte));
 }
 
 /// Scale of (row r, group g) of a record; the row's own is there already.

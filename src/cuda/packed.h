@@ -58,6 +58,9 @@ struct PackedFormat {
   bool folded = false;
   /// Codes lie so that they become bytes in few instructions, with folded scales (decode_bytes.h).
   bool for_bytes = false;
+  /// Codes of 8 bits lie in the order of their columns, so that they can be multiplied by rows of codes as
+  /// these lie in memory (keeps_order). Kernels do not know: inputs have the order that fits (InputOrder).
+  bool in_order = false;
   friend constexpr bool operator==(const PackedFormat&, const PackedFormat&) = default;
 
   constexpr int groups() const { return kRecordColumns / group; }
@@ -77,11 +80,16 @@ struct PackedFormat {
   /// The first of the 8 columns that lanes 4 r + q hold of a block (of 4). Folded: of each 64 columns the 16
   /// from 16 q on, in two blocks that change places from q = 2 on.
   constexpr int column(int q, int block) const {
+    if (in_order) return 32 * q + 8 * block;
     return folded ? block / 2 * 64 + 16 * q + 8 * (block % 2 ^ q / 2) : 32 * block + 8 * q;
   }
   /// The same, inverted: where column k is.
-  constexpr int quarter_of(int k) const { return folded ? k % 64 / 16 : k % 32 / 8; }
-  constexpr int block_of(int k) const { return folded ? k / 64 * 2 + (k % 16 / 8 ^ k % 64 / 32) : k / 32; }
+  constexpr int quarter_of(int k) const {
+    return in_order ? k % kRecordColumns / 32 : folded ? k % 64 / 16 : k % 32 / 8;
+  }
+  constexpr int block_of(int k) const {
+    return in_order ? k % 32 / 8 : folded ? k / 64 * 2 + (k % 16 / 8 ^ k % 64 / 32) : k / 32;
+  }
   /// Where column k lies in the order of k indices that multiplies of 16 columns take: of a block's two, lane
   /// 4 r + q has pairs q and q + 4.
   constexpr int position(int k) const {
@@ -150,6 +158,13 @@ constexpr PackedFormat packed_format(const Scheme& s, bool wide = false) {
   return p;
 }
 
+/// Whether rows of codes can be multiplied as they lie in memory, if the weights' columns keep their order.
+constexpr bool keeps_order(const Scheme& s) {
+  const auto whole = [](const Operand& o) { return o.group.k == 0 || o.group.k == kRecordColumns; };
+  return s.weight.value.bits == 8 && s.weight.value == s.activation.value && whole(s.weight) &&
+         s.activation.scale == formats::f32 && whole(s.activation);
+}
+
 /// Sizes of `matrices` (1 or 2) [n, k] matrices that share units.
 struct PackedShape {
   PackedFormat format;
@@ -213,6 +228,7 @@ constexpr int code_bit(const PackedFormat& p, int i, int b) {
 /// indices 16 + 4 q .. Those of 8 bits come from shared memory, and are k indices 32 q + 8 block .. of a
 /// record.
 constexpr int column_of_byte(const PackedFormat& p, int i) {
+  if (p.in_order) return i;
   if (p.value.bits == 4 && !p.for_bytes) return i / 4 * 2 + i / 2 % 2 + i % 2 * 4;
   return i / 4 * 4 + i % 2 * 2 + i / 2 % 2;  // codes 0, 2, 1, 3
 }
@@ -230,6 +246,7 @@ constexpr std::uint32_t code_offset(Format value) {
 
 /// Four bytes of a row in the canonical layout to a packed word.
 GATEFOLD_HD constexpr std::uint32_t pack_word(const PackedFormat& p, std::uint32_t codes) {
+  if (p.in_order) return codes;
   const int bits = p.value.bits;
   std::uint32_t word = 0;
   for (int i = 0; i < 32 / bits; ++i) {

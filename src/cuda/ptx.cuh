@@ -2,6 +2,8 @@
 /// \file
 /// Instructions that CUDA C++ has no name for. PTX ISA 9.0.
 
+#include <cuda.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -184,6 +186,17 @@ __device__ __forceinline__ void copy_bulk_once(void* shared, const void* global,
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
       "[%3], %4;" ::"r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+/// A box of a tensor of two dimensions, by its first column and row.
+__device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& tensor, int column, int row,
+                                         std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], "
+      "[%4];" ::"r"(shared_address(shared)),
+      "l"(&tensor), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
 

@@ -51,15 +51,21 @@ struct Store {
 
   /// Columns k .. k + 7, by each lane.
   __device__ __forceinline__ void numbers(int k, const std::uint32_t (&words)[kPerLane / 2]) const {
+    const PackedFormat p{.folded = args.order.folded, .in_order = args.order.in_order};
     uint4 piece = {words[0], words[1], words[2], words[3]};
+    if (p.in_order)  // what lies in the places of codes 0, 2, 1, 3
+      piece = {__byte_perm(piece.x, piece.y, 0x5410), __byte_perm(piece.x, piece.y, 0x7632),
+               __byte_perm(piece.z, piece.w, 0x5410), __byte_perm(piece.z, piece.w, 0x7632)};
     if (!args.order.tiled) {
       const std::int64_t row = place_of(0);
-      if (k < args.stride) *reinterpret_cast<uint4*>(args.rows + row * args.stride + k) = piece;
+      const int column = k % kRecordColumns,
+                at = p.in_order ? k - column + p.block_of(column) * 32 + p.quarter_of(column) * 8 : k;
+      if (k < args.stride) *reinterpret_cast<uint4*>(args.rows + row * args.stride + at) = piece;
       return;
     }
-    const PackedFormat p{.folded = args.order.folded};
+    const std::uint32_t pairs[] = {piece.x, piece.y, piece.z, piece.w};
     for (int pair = 0; pair < kPerLane / 2; ++pair)
-      columns[p.position(lane * kPerLane) / 2 + 4 * pair] = words[pair];
+      columns[p.position(lane * kPerLane) / 2 + 4 * pair] = pairs[pair];
     __syncwarp();
     piece = reinterpret_cast<const uint4*>(columns)[lane];
     __syncwarp();
@@ -71,7 +77,7 @@ struct Store {
 
   /// The same of codes.
   __device__ __forceinline__ void bytes(int k, const std::uint32_t (&words)[2]) const {
-    const PackedFormat p{.folded = args.order.folded};
+    const PackedFormat p{.folded = args.order.folded, .in_order = args.order.in_order};
     const int column = lane * kPerLane % kRecordColumns;
     const int block = p.block_of(column), quarter = p.quarter_of(column);
     for (int half = 0; half < 2; ++half)

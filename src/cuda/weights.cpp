@@ -63,6 +63,7 @@ Status DeviceWeights::pack(const QuantizedMatrix* matrices, int count, std::size
   }
   PackJob job{.shape = {packed_format(scheme(first.scheme), wide), first.n, first.k, count},
               .out = memory_.data() + at};
+  job.shape.format.in_order = in_order;
   for (int i = 0; i < count; ++i) {
     packed[i].data = job.out;
     if (wide) packed[i].scale_format = job.shape.format.scale;

@@ -35,6 +35,7 @@ class DeviceWeights final : public WeightMemory {
   std::string describe() const override;
 
   const DeviceInfo& device() const { return device_; }
+  bool in_order = false;  ///< of matrices that are packed from now on: PackedFormat
   DeviceMatrices gate_up, down, shared_gate_up, shared_down;
   /// LayerVectors, and static activation scales [experts]; nullptr where the layer has none.
   const float *router = nullptr, *router_bias = nullptr, *correction_bias = nullptr, *shared_gate = nullptr;

@@ -26,12 +26,14 @@ class EveryLinear : public GpuLinear, public testing::WithParamInterface<SchemeA
   double allowed(const Rows& x, bool fast = false) const {
     return tolerance(x.k) + error_of_sums(scheme(id()), activation_of(id(), dtype()), x.k, fast);
   }
-  /// Columns that fill no record.
-  std::int64_t ragged_k() const {
+  /// So many columns, or as many more as groups have to be whole.
+  std::int64_t in_groups(std::int64_t columns) const {
     const Granularity group = scheme(id()).weight.group;
     const std::int64_t multiple = group.n == 1 && group.k != 0 ? group.k : 2;
-    return (170 + multiple - 1) / multiple * multiple;
+    return (columns + multiple - 1) / multiple * multiple;
   }
+  /// Columns that fill no record.
+  std::int64_t ragged_k() const { return in_groups(170); }
   /// Groups of rows by every candidate, beside scales of groups in this type where they have 16 bits.
   void check_groups(Format scales) const;
 };
@@ -160,7 +162,8 @@ TEST_P(EveryLinear, QuantizedRows) {
   const bool whole = activation.group.n == 0;
   const std::vector<std::int32_t> offsets =
       whole ? std::vector<std::int32_t>{0, 0, 150, 150} : std::vector<std::int32_t>{3, 4, 37, 150};
-  for (const std::int64_t k : {ragged_k(), std::int64_t{1536}}) {
+  // Rows of 16 bytes, or not; and columns that fill records, or not.
+  for (const std::int64_t k : {ragged_k(), in_groups(1440), std::int64_t{1536}}) {
     Matrices matrices(id(), 3, 90, k);
     const Rows x(dtype(), 150, k);
     const auto codes = quantize_activation(id(), {x.codes.data(), x.dtype, x.count, k});
@@ -186,6 +189,26 @@ TEST_P(EveryLinear, QuantizedRows) {
   }
 }
 
+/// The same of one matrix by all rows, which may be copied by whole items, and whose columns by parts.
+TEST_P(EveryLinear, QuantizedRowsOfOneMatrix) {
+  if (!scheme(id()).quantizes_activations()) return;
+  const std::int64_t k = in_groups(1440);
+  const LinearWeights weights = Matrices(id(), 1, 300, k).pack();
+  for (const int rows : {1, 12, 40, 300}) {
+    const Rows x(dtype(), rows, k);
+    const auto codes = quantize_activation(id(), {x.codes.data(), x.dtype, x.count, k});
+    ASSERT_TRUE(codes.ok()) << codes.status().message();
+    LinearOptions forced = options(rows);
+    const auto plan = LinearPlan::create(weights.shape(), forced);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    for (const CudaCandidate& candidate : plan->candidates(rows)) {
+      SCOPED_TRACE(testing::Message() << rows << " rows, " << describe(candidate.tuning));
+      forced.cuda_tuning = candidate.tuning;
+      EXPECT_EQ(run(weights, forced, *codes, {}), run(weights, forced, x, {}));
+    }
+  }
+}
+
 TEST_P(EveryLinear, WeightsOnly) {
   if (!scheme(id()).quantizes_activations()) return;
   const Matrices matrices(id(), 2, 64, 256);
@@ -195,8 +218,16 @@ TEST_P(EveryLinear, WeightsOnly) {
   Scheme alone = scheme(id());
   alone.activation = operands::act16;
   const Operand inputs = operands::plain(dtype() == DType::f16 ? formats::f16 : formats::bf16);
-  expect_near(run(matrices.pack(), weights_only, x, {0, 3, 40}), oracle(x, {0, 3, 40}, matrices, true),
-              tolerance(x.k) + error_of_sums(alone, inputs, x.k));
+  const LinearWeights weights = matrices.pack();
+  const std::vector<double> expected = oracle(x, {0, 3, 40}, matrices, true);
+  const auto plan = LinearPlan::create(weights.shape(), weights_only);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  for (const CudaCandidate& candidate : plan->candidates(40)) {
+    SCOPED_TRACE(describe(candidate.tuning));
+    weights_only.cuda_tuning = candidate.tuning;
+    expect_near(run(weights, weights_only, x, {0, 3, 40}), expected,
+                tolerance(x.k) + error_of_sums(alone, inputs, x.k));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, EveryLinear, every_scheme_and_type(), scheme_and_type);

@@ -45,10 +45,12 @@ struct Packed {
   std::vector<std::byte> bytes;
 };
 /// Piece by piece, of about so many bytes.
-Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide, std::size_t bytes = 1 << 30) {
+Packed pack(const std::vector<QuantizedMatrix>& matrices, bool wide, std::size_t bytes = 1 << 30,
+            bool in_order = false) {
   const QuantizedMatrix& first = matrices[0];
   Packed packed{
       {packed_format(scheme(first.scheme), wide), first.n, first.k, static_cast<int>(matrices.size())}, {}};
+  packed.shape.format.in_order = in_order;
   packed.bytes.resize(static_cast<std::size_t>(packed.shape.bytes()));
   PackJob job{.shape = packed.shape, .out = packed.bytes.data()};
   const std::int64_t units = units_at_a_time(packed.shape, matrices.data(), bytes);
@@ -161,6 +163,32 @@ TEST(Pack, EverySchemeComesBack) {
     if constexpr (S::scheme.weight.scale == formats::bf16 && S::scheme.weight.group.k != 0)
       check_scheme<S, formats::bf16, true>();
   });
+}
+
+// Codes of 8 bits in the order of their columns: rows of 128 bytes, swizzled, and nothing else changes.
+TEST(Pack, InOrder) {
+  for (const SchemeId id : {SchemeId::fp8_block_afp8, SchemeId::int8_aint8}) {
+    ASSERT_TRUE(keeps_order(scheme(id)));
+    const QuantizedMatrix m = random_matrix(id, formats::f32, 37, 202);
+    const Packed packed = pack({m}, false, 1 << 30, true), other = pack({m}, false);
+    const PackedShape& s = packed.shape;
+    ASSERT_EQ(packed.bytes.size(), other.bytes.size());
+    EXPECT_TRUE(std::equal(other.bytes.begin(), other.bytes.begin() + s.records_at(), packed.bytes.begin()));
+    for (std::int64_t row = 0; row < s.units * kUnitRows; ++row)
+      for (std::int64_t k = 0; k < s.records * kRecordColumns; ++k) {
+        const std::int64_t r = row % kUnitRows, column = k % kRecordColumns;
+        const std::byte* record =
+            packed.bytes.data() + s.record_at(row / kUnitRows, k / kRecordColumns) + r * kRecordColumns;
+        const bool there = row < m.n && k < m.k;
+        ASSERT_EQ(record[(column / 16 ^ r % 8) * 16 + column % 16],
+                  there ? m.values[row * m.layout().row_bytes + k] : std::byte{0})
+            << scheme(id).name << " " << row << " " << k;
+        ASSERT_EQ(
+            place_of_word(s.format, word_at(s.format, static_cast<int>(r), static_cast<int>(column)) / 4)
+                .column,
+            column / 4 * 4);
+      }
+  }
 }
 
 /// How far below the largest scale of a row products are exact: the power of two.
