@@ -36,10 +36,11 @@ std::string refuses(SchemeId id, const Operand& activation) {
 /// enough to be fast.
 constexpr int kGroupBoxRows = 32;
 
-/// Of one matrix: as few items as will do have about as many rows each.
+/// Of one matrix: several items, as few as will do, have about as many rows each.
 int rows_of_item(const GemmKernel& kernel, std::int32_t rows) {
   const int items = (rows + kernel.tokens - 1) / kernel.tokens,
             steps = (rows + kernel.token_step - 1) / kernel.token_step;
+  if (items == 1) return kernel.tokens;  // fewer leave room for more weights on their way: slower
   return std::min(kernel.tokens, (steps + items - 1) / items * kernel.token_step);
 }
 
