@@ -29,9 +29,11 @@ struct QuantizedActivation {
   std::vector<float> token_scales;  ///< [rows], of two-level operands: real = code * scale * token_scale
 };
 
-/// Bytes of values and scales in one row.
+/// Bytes of values and scales in one row, and what tensors of them are of: F8_E4M3, I8 or F4 (two a byte),
+/// and F32, F8_E8M0 or F8_E4M3.
 struct ActivationRow {
   std::int64_t value_bytes = 0, scale_bytes = 0;
+  DType value_type = DType::u8, scale_type = DType::u8;
 };
 /// Errors: a scheme that leaves activations in 16 bit, k <= 0, an odd k for 4-bit codes.
 Result<ActivationRow> activation_row(SchemeId scheme, std::int64_t k);

@@ -44,41 +44,16 @@ void use_threads() {
 }
 
 PlannedLayer::PlannedLayer(const MoeSpec& spec, const PlanOptions& options, const Device& device)
-    : plan_(value(MoePlan::create(spec, options, device))), made_in_(surroundings(options)) {}
-
-PlannedLayer::Workspace PlannedLayer::take(cuda::Stream stream) {
-  {
-    const std::lock_guard lock(mutex_);
-    for (auto it = free_.begin(); it != free_.end(); ++it)
-      if (it->stream == stream) {
-        Workspace found = std::move(*it);
-        free_.erase(it);
-        return found;
-      }
-  }
-  Workspace made{stream, {}, {}};
-  if (plan_.device().kind == Device::Kind::cuda)
-    made.device = value(cuda::Memory::allocate(plan_.workspace_bytes(), "a workspace", plan_.device().index));
-  else
-    made.host.resize(plan_.workspace_bytes());
-  return made;
-}
-
-void PlannedLayer::give_back(Workspace workspace) {
-  const std::lock_guard lock(mutex_);
-  free_.push_back(std::move(workspace));
-}
+    : plan_(value(MoePlan::create(spec, options, device))),
+      made_in_(surroundings(options)),
+      workspaces_(plan_.workspace_bytes(), device) {}
 
 void PlannedLayer::run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
-                       cuda::Stream stream, std::span<std::byte> workspace) {
+                       cuda::Stream stream, bool in_torch) {
   use_threads();
-  if (!workspace.empty()) return check(plan_.run(weights, inputs, outputs, workspace, stream));
-  Workspace mine = take(stream);
-  const std::span<std::byte> bytes =
-      mine.host.empty() ? std::span(mine.device.data(), mine.device.bytes()) : std::span(mine.host);
-  Status done = plan_.run(weights, inputs, outputs, bytes, stream);
-  give_back(std::move(mine));
-  check(std::move(done));
+  workspaces_.lend(stream, in_torch, [&](std::span<std::byte> workspace) {
+    return plan_.run(weights, inputs, outputs, workspace, stream);
+  });
 }
 
 Layer::Layer(ExpertWeights weights, const PlanOptions& options)

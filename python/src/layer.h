@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gatefold/moe.h"
+#include "workspaces.h"
 
 namespace gatefold::python {
 
@@ -31,23 +32,14 @@ class PlannedLayer {
     friend bool operator==(const Surroundings&, const Surroundings&) = default;
   };
   const Surroundings& made_in() const { return made_in_; }
-  /// MoePlan::run with a workspace of its own. `workspace` is used instead if it is given.
+  /// MoePlan::run with a workspace of its own (Workspaces::lend).
   void run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
-           cuda::Stream stream, std::span<std::byte> workspace = {});
+           cuda::Stream stream, bool in_torch);
 
  private:
-  struct Workspace {
-    cuda::Stream stream = nullptr;  ///< the order in which it may be used again
-    std::vector<std::byte> host;
-    cuda::Memory device;
-  };
-  Workspace take(cuda::Stream stream);
-  void give_back(Workspace workspace);
-
   MoePlan plan_;
   Surroundings made_in_;
-  std::mutex mutex_;
-  std::vector<Workspace> free_;
+  Workspaces workspaces_;
 };
 
 /// Packed experts, and the plans that torch operators use for them, by number of tokens.

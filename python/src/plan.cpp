@@ -3,34 +3,16 @@
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
-#include <map>
+#include "input_rows.h"
 #include "layer.h"
 #include "module.h"
 #include "tensor.h"
-#include "torch_abi.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace gatefold::python {
 namespace {
-
-/// numpy, torch and cupy alike: module.empty_like(tensor).
-nb::object empty_like(const Tensor& tensor, nb::handle object) {
-  const std::string package = tensor.is_torch() ? "torch" : package_of(object);
-  if (package != "numpy" && package != "torch" && package != "cupy")
-    invalid(fmt::format("hidden is of {}: give `out`, since its tensors cannot be made here", package));
-  static auto& functions = *new std::map<std::string, nb::object>;  // looked up once, as long as the process
-  nb::object& function = functions[package];
-  if (!function.is_valid()) function = nb::module_::import_(package.c_str()).attr("empty_like");
-  return function(object);
-}
-
-/// Where tensors without elements point to: a null pointer would say that there is no tensor.
-constexpr struct {
-  float value = 0;
-  std::int32_t id = 0;
-} nothing;
 
 /// A plan with the experts that it runs.
 class Plan {
@@ -41,7 +23,7 @@ class Plan {
         planned_(layer_->weights().spec(), options, layer_->weights().device()) {}
 
   nb::object run(nb::handle hidden_object, nb::object first, nb::object weights_object,
-                 nb::object logits_object, nb::object out_object,
+                 nb::object logits_object, nb::object scales, nb::object token_scales, nb::object out_object,
                  std::optional<std::uintptr_t> stream_number) {
     if (!first.is_none() && weights_object.is_none()) {
       if (!logits_object.is_none()) invalid("router_logits is given twice");
@@ -50,9 +32,11 @@ class Plan {
     const MoeSpec& spec = planned_.plan().spec();
     const Device& device = planned_.plan().device();
     const Tensor hidden(hidden_object, "hidden");
-    MoeInputs inputs{.hidden = hidden.matrix()};
-    hidden.expect_shape({-1, spec.hidden}, "[tokens, hidden]");
     hidden.expect_device(device);
+    const InputRows rows(hidden, spec.scheme, spec.hidden, {"hidden_scales", scales},
+                         {"hidden_token_scales", token_scales});
+    MoeInputs inputs{
+        .hidden = rows.x(), .hidden_scales = rows.scales(), .hidden_token_scales = rows.token_scales()};
     const std::int64_t tokens = hidden.size(0);
 
     std::optional<Tensor> ids, weights, logits;
@@ -73,7 +57,8 @@ class Plan {
       weights.emplace(weights_object, "topk_weights");
       inputs.topk_weights = floats(*weights, {tokens, spec.top_k}, "[tokens, top_k]", weight_copy);
     }
-    if (out_object.is_none()) out_object = empty_like(hidden, hidden_object);
+    if (out_object.is_none())
+      out_object = hidden.make({tokens, spec.hidden}, rows.result_type(spec.act_dtype));
     const Tensor out(out_object, "out", true);
     out.expect_shape({tokens, spec.hidden}, "[tokens, hidden]");
     out.expect_device(device);
@@ -82,14 +67,8 @@ class Plan {
     const cuda::Stream stream = device.kind == Device::Kind::cpu ? nullptr
                                 : stream_number ? reinterpret_cast<cuda::Stream>(*stream_number)
                                                 : hidden.stream();
-    {
-      const nb::gil_scoped_release release;
-      std::optional<TorchMemory> workspace;
-      if (device.kind == Device::Kind::cuda && hidden.is_torch() && !stream_number)
-        workspace.emplace(planned_.plan().workspace_bytes(), device.index);
-      planned_.run(layer_->weights(), inputs, outputs, stream,
-                   workspace ? workspace->bytes() : std::span<std::byte>());
-    }
+    const nb::gil_scoped_release release;
+    planned_.run(layer_->weights(), inputs, outputs, stream, hidden.is_torch() && !stream_number);
     return out_object;
   }
 
@@ -108,8 +87,8 @@ class Plan {
     tensor.expect_float();
     tensor.expect_device(planned_.plan().device());
     tensor.expect_contiguous();
-    if (tensor.data() == nullptr) return &nothing.value;
-    if (tensor.dtype() == DType::f32) return reinterpret_cast<const float*>(tensor.data());
+    if (tensor.dtype() == DType::f32 || tensor.size(0) == 0)
+      return reinterpret_cast<const float*>(tensor.data());
     if (tensor.device().kind == Device::Kind::cuda)
       invalid(fmt::format("{} is {}, expected F32 on a GPU", tensor.name(), name(tensor.dtype())));
     copy = tensor.to_host<float>();
@@ -117,8 +96,8 @@ class Plan {
   }
 
   const std::int32_t* integers(const Tensor& tensor, std::vector<std::int32_t>& copy) const {
-    if (tensor.data() == nullptr) return &nothing.id;
-    if (tensor.dtype() == DType::i32) return reinterpret_cast<const std::int32_t*>(tensor.data());
+    if (tensor.dtype() == DType::i32 || tensor.size(0) == 0)
+      return reinterpret_cast<const std::int32_t*>(tensor.data());
     if (tensor.dtype() != DType::i64 || tensor.device().kind == Device::Kind::cuda)
       invalid(fmt::format("{} is {}, expected I32{}", tensor.name(), name(tensor.dtype()),
                           tensor.device().kind == Device::Kind::cpu ? " or I64" : " on a GPU"));
@@ -170,9 +149,12 @@ per tensor or row), and by int4 in groups of 128 where tokens are many, with abo
 that `gatefold tune` found fastest here, if it has been run for this shape. Raises InvalidArgument, Unsupported.)")
       .def(
           "run", &Plan::run, "hidden"_a, "topk_ids"_a = nb::none(), "topk_weights"_a = nb::none(),
-          nb::kw_only(), "router_logits"_a = nb::none(), "out"_a = nb::none(), "stream"_a = nb::none(),
+          nb::kw_only(), "router_logits"_a = nb::none(), "hidden_scales"_a = nb::none(),
+          "hidden_token_scales"_a = nb::none(), "out"_a = nb::none(), "stream"_a = nb::none(),
           nb::sig("def run(self, hidden: object, topk_ids: object = None, topk_weights: object = None, *, "
-                  "router_logits: object = None, out: object = None, stream: int | None = None) -> object"),
+                  "router_logits: object = None, hidden_scales: object = None, "
+                  "hidden_token_scales: object = None, out: object = None, stream: int | None = None) -> "
+                  "object"),
           R"(Computes the layer for hidden [tokens, hidden] (f32, f16 or bf16, contiguous, on the plan's device).
 
 run(hidden, topk_ids, topk_weights): ids [tokens, top_k] int32 (CPU: or int64) and weights [tokens, top_k] f32
@@ -180,6 +162,11 @@ run(hidden, topk_ids, topk_weights): ids [tokens, top_k] int32 (CPU: or int64) a
 layer's own router. Returns `out`, or a new tensor like hidden. On a GPU the work is queued in `stream` (a cudaStream_t
 as a number); None: in torch's or cupy's current one, the default stream for other tensors. With torch's it can be
 captured in a graph.
+
+hidden_scales, on a GPU only: hidden has the codes of the scheme's activations, and these are their scales; both, and
+hidden_token_scales where the scheme has them, are what quantize_activation gives, as bytes (uint8) or as what they
+are (float8_e4m3fn, int8; float32, float8_e8m0fnu). The same bits as of numbers that are rounded to these codes. Needs
+ids or logits; a new result is in act_dtype.
 
 Raises InvalidArgument for a wrong argument, naming it and its values (ids out of range: on a GPU only in plans with
 debug_workspace).)")

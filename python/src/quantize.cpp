@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "gatefold/cuda_quantize.h"
 #include "gatefold/linear.h"
 #include "layer.h"
 #include "module.h"
@@ -146,47 +147,95 @@ void add_matrix(nb::module_& m) {
       "that the scheme cannot store, and for NaN or Inf, with its place.");
 }
 
+/// Rows in codes in host memory, or (then `rows` has but their scheme and shape) in tensors on a GPU.
+struct Activation {
+  QuantizedActivation rows;
+  nb::object values, scales, token_scales;
+  bool on_gpu() const { return values.is_valid(); }
+};
+
+Activation quantize_on_gpu(const Tensor& x, SchemeId id) {
+  const MatrixView view = x.matrix();
+  const ActivationRow row = value(activation_row(id, view.cols));
+  const cuda::ActivationLayout layout = value(cuda::activation_layout(id, view.rows, view.cols));
+  const std::int64_t token_scales = layout.token_scale_bytes == 0 ? 0 : view.rows;
+  Activation made{{.scheme = id, .rows = view.rows, .k = view.cols},
+                  x.make({view.rows, row.value_bytes}, DType::u8),
+                  x.make({view.rows, row.scale_bytes}, DType::u8),
+                  x.make({token_scales}, DType::f32)};
+  const nb::object workspace = x.make({static_cast<std::int64_t>(layout.workspace_bytes)}, DType::u8);
+  const auto place = [&](nb::handle object) {
+    const Tensor tensor(object, "a new tensor");
+    tensor.expect_device(x.device());
+    return tensor.data();
+  };
+  const cuda::QuantizeOutputs outputs{place(made.values), place(made.scales),
+                                      reinterpret_cast<float*>(place(made.token_scales))};
+  const std::span memory(place(workspace), layout.workspace_bytes);
+  const cuda::Stream stream = x.stream();
+  {
+    const nb::gil_scoped_release release;
+    const cuda::DeviceGuard guard(x.device().index);
+    check(cuda::quantize_activations(id, {.x = view, .rows = view.rows}, outputs, memory, stream));
+  }
+  return made;
+}
+
 void add_products(nb::module_& m) {
-  nb::class_<QuantizedActivation>(m, "QuantizedActivation",
-                                  "Rows of activations in the codes of a scheme's activation operand; arrays "
-                                  "are views of its memory, as bytes.")
-      .def_prop_ro("scheme", [](const QuantizedActivation& q) { return std::string(scheme(q.scheme).name); })
-      .def_ro("rows", &QuantizedActivation::rows)
-      .def_ro("k", &QuantizedActivation::k)
-      .def_prop_ro(
-          "values",
-          [](nb::pointer_and_handle<QuantizedActivation> q) { return bytes(q.p->values, q.p->rows, q.h); })
-      .def_prop_ro(
-          "scales",
-          [](nb::pointer_and_handle<QuantizedActivation> q) { return bytes(q.p->scales, q.p->rows, q.h); })
-      .def_prop_ro("token_scales", [](nb::pointer_and_handle<QuantizedActivation> q) {
-        return nb::ndarray<nb::numpy, const float>(q.p->token_scales.data(), {q.p->token_scales.size()}, q.h);
+  nb::class_<Activation>(
+      m, "QuantizedActivation",
+      "Rows of activations in the codes of a scheme's activation operand, as bytes: values [rows, bytes of k "
+      "codes]; scales [rows, bytes]; token_scales f32 [rows], or [0] if the operand has none. Arrays are "
+      "views "
+      "of its memory; those of a CUDA tensor are tensors of its library.")
+      .def_prop_ro("scheme", [](const Activation& q) { return std::string(scheme(q.rows.scheme).name); })
+      .def_prop_ro("rows", [](const Activation& q) { return q.rows.rows; })
+      .def_prop_ro("k", [](const Activation& q) { return q.rows.k; })
+      .def_prop_ro("values",
+                   [](nb::pointer_and_handle<Activation> q) {
+                     return q.p->on_gpu() ? q.p->values
+                                          : nb::cast(bytes(q.p->rows.values, q.p->rows.rows, q.h));
+                   })
+      .def_prop_ro("scales",
+                   [](nb::pointer_and_handle<Activation> q) {
+                     return q.p->on_gpu() ? q.p->scales
+                                          : nb::cast(bytes(q.p->rows.scales, q.p->rows.rows, q.h));
+                   })
+      .def_prop_ro("token_scales", [](nb::pointer_and_handle<Activation> q) {
+        const std::vector<float>& scales = q.p->rows.token_scales;
+        return q.p->on_gpu()
+                   ? q.p->token_scales
+                   : nb::cast(nb::ndarray<nb::numpy, const float>(scales.data(), {scales.size()}, q.h));
       });
 
   m.def(
       "quantize_activation",
       [](nb::object x_object, const std::string& scheme) {
         const Tensor x(x_object, "x");
-        x.expect_device(Device::cpu());
         const MatrixView view = x.matrix();
         const SchemeId id = to_scheme(scheme);
         use_threads();
+        if (x.device().kind == Device::Kind::cuda) return quantize_on_gpu(x, id);
         const nb::gil_scoped_release release;
-        return value(gatefold::quantize_activation(id, view));
+        return Activation{value(gatefold::quantize_activation(id, view)), {}, {}, {}};
       },
       "x"_a, "scheme"_a,
-      "x [rows, k] (f32, f16, bf16; contiguous, CPU) in the codes of the scheme's activation operand. Raises "
+      "x [rows, k] (f32, f16, bf16; contiguous) in the codes of the scheme's activation operand: the same "
+      "bytes "
+      "on the CPU and on a GPU, where the work is queued in torch's or cupy's current stream. Raises "
       "InvalidArgument, also for schemes that leave activations in 16 bit.");
   m.def(
       "scaled_mm",
-      [](const QuantizedActivation& x, const QuantizedMatrix& w) {
+      [](const Activation& x, const QuantizedMatrix& w) {
+        if (x.on_gpu()) invalid("x is on a GPU, expected the CPU: on GPUs there is LinearPlan.scaled_mm");
         use_threads();
-        std::vector<float> y(static_cast<std::size_t>(x.rows * w.n));
+        const std::int64_t rows = x.rows.rows;
+        std::vector<float> y(static_cast<std::size_t>(rows * w.n));
         {
           const nb::gil_scoped_release release;
-          check(gatefold::scaled_mm(x, w, {y.data(), DType::f32, x.rows, w.n}));
+          check(gatefold::scaled_mm(x.rows, w, {y.data(), DType::f32, rows, w.n}));
         }
-        return new_array(std::move(y), {static_cast<std::size_t>(x.rows), static_cast<std::size_t>(w.n)});
+        return new_array(std::move(y), {static_cast<std::size_t>(rows), static_cast<std::size_t>(w.n)});
       },
       "x"_a, "w"_a,
       "x w^T as a new float32 array [rows, n]. Raises InvalidArgument for different schemes or k.");
@@ -196,12 +245,8 @@ void add_products(nb::module_& m) {
         const Tensor x(x_object, "x");
         x.expect_device(Device::cpu());
         const MatrixView view = x.matrix();
-        std::vector<nb::object> held;  // a sequence need not hold what it gives
-        std::vector<const QuantizedMatrix*> matrices;
-        for (nb::handle w : weights) {
-          matrices.push_back(nb::cast<const QuantizedMatrix*>(w));
-          held.push_back(nb::borrow(w));
-        }
+        std::vector<nb::object> held;
+        const std::vector<const QuantizedMatrix*> matrices = to_matrices(weights, "weights", held);
         const std::int64_t n = matrices.empty() ? 0 : matrices.front()->n;
         use_threads();
         std::vector<float> y(static_cast<std::size_t>(view.rows * n));
@@ -219,6 +264,24 @@ void add_products(nb::module_& m) {
 }
 
 }  // namespace
+
+std::vector<const QuantizedMatrix*> to_matrices(nb::handle object, const char* name,
+                                                std::vector<nb::object>& held) {
+  std::vector<const QuantizedMatrix*> matrices;
+  const auto add = [&](nb::handle matrix) {
+    if (!nb::isinstance<QuantizedMatrix>(matrix))
+      throw nb::type_error(fmt::format("{}[{}] is a {}, expected a QuantizedMatrix", name, matrices.size(),
+                                       nb::repr(matrix.type()).c_str())
+                               .c_str());
+    matrices.push_back(nb::inst_ptr<QuantizedMatrix>(matrix));
+    held.push_back(nb::borrow(matrix));
+  };
+  if (nb::isinstance<QuantizedMatrix>(object))
+    add(object);
+  else
+    for (const nb::handle matrix : object) add(matrix);
+  return matrices;
+}
 
 void add_quantize(nb::module_& m) {
   add_matrix(m);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include <nanobind/stl/string.h>
 
@@ -13,6 +14,7 @@
 #include "torch_abi.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace gatefold::python {
 namespace {
@@ -47,6 +49,25 @@ std::optional<DType> find_dtype(nb::dlpack::dtype type) {
       return entry.dtype;
   return std::nullopt;
 }
+
+/// What numpy and others call it; empty for types of which no tensors are made here.
+const char* numpy_name(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return "float32";
+    case DType::f16:
+      return "float16";
+    case DType::bf16:
+      return "bfloat16";
+    case DType::u8:
+      return "uint8";
+    default:
+      return "";
+  }
+}
+
+/// Where tensors without elements lie: null pointers would say that there are none.
+alignas(16) std::byte nothing[16];
 
 std::string type_of(nb::handle object) {
   return nb::repr(object.type()).c_str();
@@ -138,7 +159,7 @@ void Tensor::read(const nb::dlpack::dltensor& view) {
     invalid(fmt::format("{} has {} dimensions, expected at most {}", name_, rank_, kMaxRank));
   std::copy_n(view.shape, rank_, shape_.begin());
   std::copy_n(view.strides, rank_, strides_.begin());
-  data_ = static_cast<std::byte*>(view.data) + view.byte_offset;
+  data_ = view.data == nullptr ? nothing : static_cast<std::byte*>(view.data) + view.byte_offset;
 }
 
 cuda::Stream Tensor::stream() const {
@@ -167,11 +188,24 @@ void Tensor::wrong(const std::string& expected) const {
   invalid(fmt::format("{} is {} {}, expected {}", name_, gatefold::name(dtype_), shape_text(), expected));
 }
 
+bool Tensor::has_shape(std::initializer_list<std::int64_t> shape) const {
+  return std::ranges::equal(shape, this->shape(), [](std::int64_t wanted, std::int64_t size) {
+    return wanted == -1 || wanted == size;
+  });
+}
+
 void Tensor::expect_shape(std::initializer_list<std::int64_t> shape, const char* meaning) const {
-  bool same = shape.size() == rank();
-  for (std::size_t i = 0; same && i < rank(); ++i)
-    same = shape.begin()[i] == -1 || shape.begin()[i] == shape_[i];
-  if (!same) wrong(fmt::format("{} = [{}] (-1: any)", meaning, fmt::join(shape, ", ")));
+  if (!has_shape(shape)) wrong(fmt::format("{} = [{}] (-1: any)", meaning, fmt::join(shape, ", ")));
+}
+
+void Tensor::expect_bytes(std::int64_t rows, std::int64_t row_bytes, DType type) const {
+  const std::int64_t columns = row_bytes * 8 / bits(type);
+  const bool as_bytes = dtype_ == DType::u8 && has_shape({rows, row_bytes});
+  const bool as_numbers =
+      dtype_ == type && (has_shape({rows, columns}) || (columns == 1 && has_shape({rows})));
+  if (!as_bytes && !as_numbers)
+    wrong(fmt::format("U8 [{}, {}] or {} [{}, {}]", rows, row_bytes, gatefold::name(type), rows, columns));
+  expect_contiguous();
 }
 
 void Tensor::expect_contiguous() const {
@@ -197,6 +231,40 @@ MatrixView Tensor::matrix() const {
   expect_float();
   expect_contiguous();
   return {data_, dtype_, shape_[0], shape_[1]};
+}
+
+template <class T>
+const T* Tensor::elements(std::initializer_list<std::int64_t> shape, const char* meaning,
+                          const Device& device) const {
+  expect_shape(shape, meaning);
+  if (constexpr DType type = std::is_same_v<T, float> ? DType::f32 : DType::i32; dtype_ != type)
+    wrong(std::string(gatefold::name(type)));
+  expect_device(device);
+  expect_contiguous();
+  return reinterpret_cast<const T*>(data_);
+}
+
+template const float* Tensor::elements(std::initializer_list<std::int64_t>, const char*, const Device&) const;
+template const std::int32_t* Tensor::elements(std::initializer_list<std::int64_t>, const char*,
+                                              const Device&) const;
+
+nb::object Tensor::make(std::initializer_list<std::int64_t> shape, DType dtype) const {
+  const std::string package = torch_ ? "torch" : package_of(object_);
+  if (package != "numpy" && package != "torch" && package != "cupy")
+    invalid(fmt::format(
+        "{} is of {}, whose tensors cannot be made here: give `out`, or those of numpy, torch or cupy", name_,
+        package));
+  static auto& modules = *new std::map<std::string, nb::object>;  // looked up once, as long as the process
+  nb::object& module = modules[package];
+  if (!module.is_valid()) module = nb::module_::import_(package.c_str());
+  if (dtype == dtype_ && has_shape(shape)) return module.attr("empty_like")(object_);
+  const nb::object type = nb::getattr(module, numpy_name(dtype), nb::none());
+  if (type.is_none())
+    invalid(fmt::format("{} has no {} for results: give `out`", package, gatefold::name(dtype)));
+  nb::list sizes;
+  for (const std::int64_t size : shape) sizes.append(size);
+  if (torch_) return object_.attr("new_empty")(sizes, "dtype"_a = type);
+  return module.attr("empty")(sizes, "dtype"_a = type);
 }
 
 void Tensor::wait() const {

@@ -33,6 +33,7 @@ class Tensor {
   std::span<const std::int64_t> shape() const { return std::span(shape_).first(rank_); }
   std::int64_t size(std::size_t axis) const { return shape_[axis]; }
   std::int64_t stride(std::size_t axis) const { return strides_[axis]; }
+  /// Not null, also where there are no elements.
   std::byte* data() const { return data_; }
   bool is_torch() const { return torch_; }
   /// Of a tensor on a GPU: in which torch or cupy work now; of other libraries the default stream. With the
@@ -46,9 +47,19 @@ class Tensor {
   void expect_contiguous() const;
   void expect_float() const;
   void expect_device(const Device& device) const;
+  /// Rows of so many bytes each, one after the other: as uint8, or as numbers of `type`; [rows] if each has
+  /// one.
+  void expect_bytes(std::int64_t rows, std::int64_t row_bytes, DType type) const;
 
   /// A contiguous [rows, cols] float tensor.
   MatrixView matrix() const;
+  /// A contiguous tensor of float or std::int32_t on this device.
+  template <class T>
+  const T* elements(std::initializer_list<std::int64_t> shape, const char* meaning,
+                    const Device& device) const;
+  /// A new tensor of the same library, on the same device. With the GIL. Throws for libraries other than
+  /// numpy, torch and cupy, and for types that they have not.
+  nanobind::object make(std::initializer_list<std::int64_t> shape, DType dtype) const;
 
   /// Waits until what a GPU has been told to write into it is there. With the GIL.
   void wait() const;
@@ -60,6 +71,7 @@ class Tensor {
   static constexpr std::size_t kMaxRank = 8;
 
   void read(const nanobind::dlpack::dltensor& view);
+  bool has_shape(std::initializer_list<std::int64_t> shape) const;
   [[noreturn]] void wrong(const std::string& expected) const;
 
   const char* name_;

@@ -176,13 +176,7 @@ void fused_experts(TorchValue* stack) {
   TensorHandle out = TensorHandle::empty(hidden.shape(), hidden.dtype(), device);
   if (x.rows != 0) {
     const auto planned = layer->planned(x.rows);
-    const MoeOutputs outputs{.hidden = out.mutable_matrix()};
-    if (device.kind == Device::Kind::cpu) {
-      planned->run(layer->weights(), inputs, outputs, nullptr);
-    } else {  // from torch's allocator, so that graphs can be captured
-      const TorchMemory workspace(planned->plan().workspace_bytes(), device.index);
-      planned->run(layer->weights(), inputs, outputs, hidden.stream(), workspace.bytes());
-    }
+    planned->run(layer->weights(), inputs, {.hidden = out.mutable_matrix()}, hidden.stream(), true);
   }
   stack[0] = out.release();
 }

@@ -9,6 +9,11 @@ DType dtype_of_codes(Format value) {
   return value.bits == 4 ? DType::f4 : DType::f8_e4m3;
 }
 
+DType dtype_of_scales(Format scale) {
+  if (scale == formats::f32) return DType::f32;
+  return scale == formats::ue8m0 ? DType::f8_e8m0 : DType::f8_e4m3;
+}
+
 std::string refuses_codes(const Scheme& scheme, const Operand& activation, const MatrixView& x,
                           const float* token_scales) {
   if (!activation.quantized())

@@ -9,8 +9,9 @@
 
 namespace gatefold {
 
-/// The type of tensors with codes of an activation operand.
+/// The type of tensors with codes of an activation operand, and with its scales.
 DType dtype_of_codes(Format value);
+DType dtype_of_scales(Format scale);
 
 /// Empty if x may be rows of codes of what a plan of this scheme rounds activations to
 /// (effective_activation), whose scales a caller gives; else why not, in words.

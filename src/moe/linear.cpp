@@ -6,6 +6,7 @@
 
 #include "cpu/activation.h"
 #include "cpu/gemm.h"
+#include "format/code_rows.h"
 #include "format/matrix.h"
 #include "format/row_kernels.h"
 
@@ -137,7 +138,8 @@ Result<ActivationRow> activation_row(SchemeId id, std::int64_t k) {
   if (k <= 0 || k >= (1 << 30) || (operand.value.bits == 4 && k % 2 != 0))
     return invalid(fmt::format("k = {} columns of {}", k, name(operand.value)));
   const std::int64_t groups = operand.group.k == 0 ? 1 : (k + operand.group.k - 1) / operand.group.k;
-  return ActivationRow{k * operand.value.bits / 8, groups * operand.scale.bits / 8};
+  return ActivationRow{k * operand.value.bits / 8, groups * operand.scale.bits / 8,
+                       dtype_of_codes(operand.value), dtype_of_scales(operand.scale)};
 }
 
 Result<QuantizedActivation> quantize_activation(SchemeId id, const MatrixView& x) {

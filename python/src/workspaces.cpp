@@ -1,0 +1,28 @@
+#include "workspaces.h"
+
+namespace gatefold::python {
+
+Workspaces::Workspace Workspaces::take(cuda::Stream stream) {
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto it = free_.begin(); it != free_.end(); ++it)
+      if (it->stream == stream) {
+        Workspace found = std::move(*it);
+        free_.erase(it);
+        return found;
+      }
+  }
+  Workspace made{stream, {}, {}};
+  if (device_.kind == Device::Kind::cuda)
+    made.device = value(cuda::Memory::allocate(bytes_, "a workspace", device_.index));
+  else
+    made.host.resize(bytes_);
+  return made;
+}
+
+void Workspaces::give_back(Workspace workspace) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(std::move(workspace));
+}
+
+}  // namespace gatefold::python
