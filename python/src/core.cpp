@@ -76,6 +76,7 @@ NB_MODULE(_core, m) {
   add_errors(m);
   add_schemes(m);
   add_quantize(m);
+  add_linear(m);
   add_experts(m);
   add_checkpoints(m);
   add_torch(m);

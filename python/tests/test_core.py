@@ -188,9 +188,40 @@ def test_grouped_gemm_holds_what_a_sequence_gives():
                                   gatefold.grouped_gemm(x, [0, 2, 2, 6], [w, w, w]))
 
 
+def test_matrices_are_packed_for_gpus():
+    w = gatefold.quantize(weights()[1][0], "int8")
+    with pytest.raises(TypeError, match=r"matrices\[1\] is a <class 'NoneType'>, expected a QuantizedMatrix"):
+        gatefold.LinearWeights.pack([w, None])
+    with pytest.raises(TypeError, match=r"weights\[0\] is a <class 'int'>"):
+        gatefold.grouped_gemm(inputs(1)[0], [0, 1], [1])
+    if not gatefold.has_cuda:
+        for matrices in (w, [w, w], iter([w])):
+            with pytest.raises(gatefold.Unsupported, match="no CUDA"):
+                gatefold.LinearWeights.pack(matrices)
+
+
+def test_hidden_states_that_are_quantized():
+    """As bytes, and as what they are; on a CPU their form alone is looked at."""
+    x, ids, w = inputs(3)
+    for scheme, codes, scales in (("int8_aint8", np.int8, np.float32), ("nvfp4_anvfp4", np.uint8, np.uint8)):
+        p, q = plan(scheme), gatefold.quantize_activation(x, scheme)
+        for form in (np.uint8, codes):
+            given = {"hidden_scales": q.scales.view(scales), "hidden_token_scales": q.token_scales}
+            with pytest.raises(gatefold.InvalidArgument, match="hidden_scales are for GPUs only"):
+                p.run(q.values.view(form), ids, w, out=np.empty_like(x), **given)
+
+
+def test_no_tokens_of_16_bits():
+    x, ids, w = inputs(0)
+    assert plan().run(x, ids.astype(np.int64), w.astype(np.float16)).shape == (0, HIDDEN)
+
+
 def bad_calls():
     x, ids, w = inputs(3)
-    p = plan(max_tokens=4)
+    p, fp4 = plan(max_tokens=4), plan("nvfp4_anvfp4")
+    q = gatefold.quantize_activation(x, "nvfp4_anvfp4")
+    of_fp4 = lambda hidden=q.values, scales=q.scales, token_scales=q.token_scales: fp4.run(
+        hidden, ids, w, hidden_scales=scales, hidden_token_scales=token_scales)
     wide = np.zeros((3, 2 * HIDDEN), np.float32)
     read_only = np.zeros_like(x)
     read_only.flags.writeable = False
@@ -232,6 +263,14 @@ def bad_calls():
         ("leaves activations in 16 bit", lambda: gatefold.quantize_activation(x, "mxfp4")),
         ("projection = 'side'", lambda: layer().matrix(0, "side")),
         ("expert 4 is not within 0..3", lambda: layer().matrix(4, "up")),
+        ("device = 'cpu': .* gatefold.scaled_mm", lambda: gatefold.LinearWeights.pack([], device="cpu")),
+        ("mxfp4 leaves activations in 16 bit", lambda: p.run(x, ids, w, hidden_scales=w)),
+        (r"hidden is F32 \[3, 128\], expected U8 \[3, 64\]", lambda: of_fp4(hidden=x)),
+        (r"hidden_scales is U8 \[2, 8\], expected U8 \[3, 8\] or F8_E4M3 \[3, 8\]", lambda: of_fp4(scales=q.scales[:2])),
+        ("hidden_token_scales is missing", lambda: of_fp4(token_scales=None)),
+        (r"hidden_token_scales is F32 \[2\].*\[3\]", lambda: of_fp4(token_scales=q.token_scales[:2])),
+        (r"hidden_token_scales is I32 \[3\], expected F32", lambda: of_fp4(token_scales=q.token_scales.view(np.int32))),
+        (r"hidden \[3, 64\] has strides", lambda: of_fp4(hidden=np.zeros((3, 128), np.uint8)[:, ::2])),
         ("method = 'magic'", lambda: gatefold.quantize_checkpoint(TINY, "/tmp/none", "mxfp4", method="magic")),
     ]
 

@@ -16,6 +16,7 @@ from gatefold.torch import Experts
 pytestmark = pytest.mark.skipif(not (gatefold.has_cuda and torch.cuda.is_available()),
                                 reason="needs a GPU and a build with CUDA")
 SCHEMES = [scheme.name for scheme in gatefold.schemes()]
+QUANTIZING = [scheme.name for scheme in gatefold.schemes() if scheme.quantizes_activations]
 ops = torch.ops.gatefold
 
 
@@ -145,10 +146,175 @@ def test_opcheck_compile_autocast():
         assert torch.equal(module(*tensors(3)), experts()(*tensors(3)))
 
 
-@pytest.mark.parametrize("scheme", [s.name for s in gatefold.schemes() if s.quantizes_activations])
+@pytest.mark.parametrize("scheme", QUANTIZING)
 def test_quantize_activation(scheme):
-    for ours, expected in zip(ops.quantize_activation(tensors(5)[0], scheme), ops.quantize_activation(tensors(5, "cpu")[0], scheme)):
-        assert torch.equal(ours.cpu(), expected)
+    x = tensors(5)[0]
+    direct = gatefold.quantize_activation(x, scheme)
+    assert (direct.scheme, direct.rows, direct.k) == (scheme, *x.shape)
+    for ours, part, expected in zip(ops.quantize_activation(x, scheme), ("values", "scales", "token_scales"),
+                                    ops.quantize_activation(x.cpu(), scheme)):
+        assert torch.equal(ours.cpu(), expected) and torch.equal(getattr(direct, part).cpu(), expected)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZING)
+def test_hidden_states_that_are_quantized(scheme):
+    plan = gatefold.MoePlan.create(experts(scheme).experts)
+    x, ids, w = tensors(33)
+    x = x.bfloat16()
+    for rows in (slice(0, 0), slice(0, 1), slice(0, 33)):
+        q = gatefold.quantize_activation(x[rows], scheme)
+        y = plan.run(q.values, ids[rows], w[rows], hidden_scales=q.scales, hidden_token_scales=q.token_scales)
+        assert y.dtype == torch.bfloat16 and torch.equal(y, plan.run(x[rows], ids[rows], w[rows]))
+
+
+N, K = 192, 256
+
+
+def matrices(scheme, count=3):
+    rng = np.random.default_rng(7)
+    return [gatefold.quantize(rng.normal(0, 0.1, (N, K)).astype(np.float32), scheme) for _ in range(count)]
+
+
+def rows(count, seed=8):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, K)).astype(np.float32)).bfloat16().cuda()
+
+
+def linear_plan(of, max_rows=70, **options):
+    return gatefold.LinearPlan.create(gatefold.LinearWeights.pack(of), max_rows=max_rows, **options)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_grouped_gemm_against_the_cpu(scheme):
+    of, x = matrices(scheme), rows(70)
+    plan = linear_plan(of, debug_workspace=True)
+    bias = torch.randn(3, N, device="cuda")
+    for offsets in ((0, 40, 40, 70), (0, 0, 1, 70), (0, 70, 70, 70)):
+        expected = gatefold.grouped_gemm(x.cpu(), offsets, of)
+        y, sums = plan.grouped_gemm(x, ints(*offsets)), torch.empty(70, N, device="cuda")
+        assert y.dtype == torch.bfloat16 and relative(y.double().cpu().numpy(), expected) <= 0.01
+        assert plan.grouped_gemm(x, ints(*offsets), out=sums) is sums and torch.equal(sums.bfloat16(), y)
+        of_row = bias.repeat_interleave(ints(*offsets).diff(), dim=0)
+        torch.testing.assert_close(plan.grouped_gemm(x.float(), ints(*offsets), bias=bias), sums + of_row, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scaled_mm_against_the_cpu(scheme):
+    of, bias = matrices(scheme, 1), torch.randn(N, device="cuda")
+    plan = linear_plan(of[0])
+    for count in (0, 1, 9, 70):
+        x = rows(count)
+        y = plan.scaled_mm(x)
+        assert y.dtype == torch.bfloat16 and y.shape == (count, N)
+        if count == 0:
+            continue
+        assert relative(y.double().cpu().numpy(), gatefold.grouped_gemm(x.cpu(), [0, count], of)) <= 0.01
+        torch.testing.assert_close(plan.scaled_mm(x.float(), bias=bias), plan.scaled_mm(x.float()) + bias, rtol=1e-5, atol=1e-5)
+
+
+TYPES = {"fp8_channel_afp8": (torch.float8_e4m3fn, torch.float32), "fp8_block_afp8": (torch.float8_e4m3fn, torch.float32),
+         "int8_aint8": (torch.int8, torch.float32), "mxfp8_amxfp8": (torch.float8_e4m3fn, torch.float8_e8m0fnu),
+         "nvfp4_anvfp4": (torch.uint8, torch.float8_e4m3fn)}
+
+
+@pytest.mark.parametrize("scheme", QUANTIZING)
+def test_rows_that_are_quantized(scheme):
+    """Codes with scales have the bits of numbers that are rounded to them; as bytes, and as what they are."""
+    alone, grouped = linear_plan(matrices(scheme, 1)), linear_plan(matrices(scheme))
+    for count in (1, 9, 70):
+        x = rows(count)
+        q = gatefold.quantize_activation(x, scheme)
+        scales = {"scales": q.scales, "token_scales": q.token_scales}
+        expected, y = alone.scaled_mm(x), alone.scaled_mm(q.values, **scales)
+        assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+        codes, of_codes = TYPES.get(scheme, (torch.uint8, torch.uint8))
+        typed = alone.scaled_mm(q.values.view(codes), scales=q.scales.view(of_codes), token_scales=q.token_scales)
+        assert torch.equal(typed, expected)
+        if scheme != "fp8_tensor_afp8":  # one scale for each group, and one for all rows
+            offsets = ints(0, count // 2, count // 2, count)
+            assert torch.equal(grouped.grouped_gemm(q.values, offsets, **scales), grouped.grouped_gemm(x, offsets))
+    half = linear_plan(matrices(scheme, 1), act_dtype="f16")
+    assert half.scaled_mm(q.values, **scales).dtype == torch.float16
+
+
+def test_other_rows_change_nothing():
+    plan, x, offsets = linear_plan(matrices("int4_g128"), batch_invariant=True), rows(70), ints(0, 40, 40, 70)
+    together = plan.grouped_gemm(x, offsets)
+    assert torch.equal(plan.grouped_gemm(x[:1], ints(0, 1, 1, 1)), together[:1])
+    assert torch.equal(plan.grouped_gemm(x[40:], ints(0, 0, 0, 30)), together[40:])
+
+
+def test_products_in_streams_and_graphs():
+    plan, x, offsets = linear_plan(matrices("fp8_block_afp8")), rows(70), ints(0, 40, 40, 70)
+    expected, stream = plan.grouped_gemm(x, offsets), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        y = plan.grouped_gemm(late_copy(x), offsets)
+        assert not stream.query()  # nobody has waited
+        assert torch.equal(y, expected)
+        late = late_copy(x)
+    y = plan.grouped_gemm(late, offsets, out=torch.empty_like(y), stream=stream.cuda_stream)
+    stream.synchronize()
+    assert torch.equal(y, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = plan.grouped_gemm(x, offsets)
+    for now in ((0, 40, 40, 70), (0, 0, 69, 70)):
+        offsets.copy_(ints(*now))
+        graph.replay()
+        assert torch.equal(plan.grouped_gemm(x, offsets), y)
+
+
+def test_linear_weights():
+    packed = gatefold.LinearWeights.pack(iter(matrices("int4_g128")), device="cuda:0")
+    assert (packed.scheme, packed.matrices, packed.n, packed.k, packed.device) == ("int4_g128", 3, N, K, "cuda:0")
+    assert repr(packed) == "LinearWeights('int4_g128', matrices=3, n=192, k=256, device='cuda:0')"
+    assert 3 * N * K // 2 < packed.packed_bytes < 3 * N * K
+    plan = gatefold.LinearPlan.create(packed, max_rows=9)
+    assert plan.max_rows == 9 and plan.workspace_bytes() > 0 and plan.weights.matrices == 3
+    x, offsets = rows(9), ints(0, 3, 3, 9)
+    expected = plan.grouped_gemm(x, offsets)
+    del packed
+    assert torch.equal(plan.grouped_gemm(x, offsets), expected)
+
+
+def test_bad_products():
+    plan, x, offsets = linear_plan(matrices("fp8_channel_afp8")), rows(3), ints(0, 1, 1, 3)
+    q = gatefold.quantize_activation(x, "fp8_channel_afp8")
+    y, bias = torch.empty(3, N, device="cuda"), torch.zeros(3, N, device="cuda")
+    odd = torch.empty(3 * N + 1, device="cuda")[1:].view(3, N)
+    alone = linear_plan(matrices("fp8_channel_afp8", 1), weights_only=True)
+    for message, call in [
+        ("x is on the CPU, expected GPU 0", lambda: plan.grouped_gemm(x.cpu(), offsets)),
+        (r"x is BF16 \[3, 128\].* = \[-1, 256\]", lambda: plan.grouped_gemm(x[:, :128].contiguous(), offsets)),
+        ("x is F64", lambda: plan.grouped_gemm(x.double(), offsets)),
+        (r"x \[3, 256\] has strides", lambda: plan.grouped_gemm(x.t().contiguous().t(), offsets)),
+        ("71 rows, but the plan was made for 0..70", lambda: plan.grouped_gemm(rows(71), offsets)),
+        ("offsets is on the CPU", lambda: plan.grouped_gemm(x, offsets.cpu())),
+        ("offsets is I64 .*expected I32", lambda: plan.grouped_gemm(x, offsets.long())),
+        (r"offsets is I32 \[3\].* = \[4\]", lambda: plan.grouped_gemm(x, offsets[:3])),
+        ("offsets is None", lambda: plan.grouped_gemm(x, None)),
+        ("bias is F16 .*expected F32", lambda: plan.grouped_gemm(x, offsets, bias=bias.half())),
+        (r"bias is F32 \[192\].* = \[3, 192\]", lambda: plan.grouped_gemm(x, offsets, bias=bias[0])),
+        (r"out is F32 \[2, 192\].* = \[3, 192\]", lambda: plan.grouped_gemm(x, offsets, out=y[:2])),
+        ("aligned to 16 bytes", lambda: plan.grouped_gemm(x, offsets, out=odd)),
+        ("3 matrices: expected one", lambda: plan.scaled_mm(x)),
+        (r"x is BF16 \[3, 256\], expected U8 \[3, 256\] or F8_E4M3", lambda: plan.grouped_gemm(x, offsets, scales=q.scales)),
+        (r"scales is U8 \[2, 4\], expected U8 \[3, 4\] or F32 \[3, 1\]", lambda: plan.grouped_gemm(q.values, offsets, scales=q.scales[:2])),
+        ("scales is on the CPU", lambda: plan.grouped_gemm(q.values, offsets, scales=q.scales.cpu())),
+        ("16 bits", lambda: alone.scaled_mm(q.values, scales=q.scales)),
+        ("x is on a GPU, expected the CPU", lambda: gatefold.scaled_mm(q, matrices("fp8_channel_afp8", 1)[0])),
+        ("matrix 1 ", lambda: gatefold.LinearWeights.pack([*matrices("int8", 1), *matrices("int8_g32", 1)])),
+        ("0 matrices", lambda: gatefold.LinearWeights.pack([])),
+        ("max_rows = 0", lambda: linear_plan(matrices("int8"), max_rows=0)),
+        ("act_dtype = 'f32'", lambda: linear_plan(matrices("int8"), act_dtype="f32")),
+        ("device 99: this machine has", lambda: gatefold.LinearWeights.pack(matrices("int8"), device="cuda:99")),
+    ]:
+        with pytest.raises(gatefold.Error, match=message):
+            call()
 
 
 def test_ids_out_of_range():
@@ -275,6 +441,14 @@ def test_cupy():
     np.testing.assert_array_equal(y.get(), expected)
     packed = gatefold.pack(*map(cupy.asarray, weights()), "mxfp4", top_k=TOP_K, device="cuda")
     np.testing.assert_array_equal(gatefold.MoePlan.create(packed).run(*arrays).get(), expected)
+
+    plan, offsets = linear_plan(matrices("fp8_block_afp8")), cupy.asarray([0, 4, 4, 9], "int32")
+    x = cupy.asarray(rows(9).float())
+    q, y = gatefold.quantize_activation(x, "fp8_block_afp8"), plan.grouped_gemm(x, offsets)
+    assert isinstance(q.values, cupy.ndarray) and y.dtype == x.dtype
+    with_scales = plan.grouped_gemm(q.values, offsets, scales=q.scales.view("float32"), out=cupy.empty_like(y))
+    np.testing.assert_array_equal(with_scales.get(), y.get())
+    np.testing.assert_array_equal(y.get(), plan.grouped_gemm(torch.as_tensor(x), torch.as_tensor(offsets)).cpu())
 
 
 def test_transformers(tmp_path):

@@ -45,6 +45,18 @@ def test_dlpack_of_every_float(dtype):
     assert torch.equal(y, experts_of(gate_up, down)(x.to(dtype), ids, topk_weights.to(dtype)))
 
 
+def test_types_of_codes():
+    """What torch calls the types of codes and scales is known."""
+    x, ids, w = tensors(3)
+    for scheme, codes, scales in (("fp8_block_afp8", torch.float8_e4m3fn, torch.float32), ("int8_aint8", torch.int8, torch.float32),
+                                  ("mxfp8_amxfp8", torch.float8_e4m3fn, torch.float8_e8m0fnu),
+                                  ("nvfp4_anvfp4", torch.uint8, torch.float8_e4m3fn)):
+        values, of_values, of_tokens = ops.quantize_activation(x, scheme)
+        plan = gatefold.MoePlan.create(experts(scheme).experts)
+        with pytest.raises(gatefold.InvalidArgument, match="hidden_scales are for GPUs only"):
+            plan.run(values.view(codes), ids, w, hidden_scales=of_values.view(scales), hidden_token_scales=of_tokens)
+
+
 def test_weights_may_go_after_packing():
     """Freed or resized: the packed ones are copies."""
     gate_up, down = map(torch.from_numpy, weights())
