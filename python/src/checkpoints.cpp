@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "gatefold/calibrate.h"
-#include "layer.h"
 #include "module.h"
+#include "plans.h"
 #include "tensor.h"
 
 namespace nb = nanobind;

@@ -57,7 +57,7 @@ struct PackOptions {
 };
 
 std::shared_ptr<Layer> make_layer(Result<ExpertWeights> weights, const PlanOptions& options) {
-  return Layer::make(value(std::move(weights)), options);
+  return Handled::make<Layer>(value(std::move(weights)), options);
 }
 
 /// gate_up and down as stacks of matrices, in the layouts that transformers models have.

@@ -5,8 +5,8 @@
 
 #include "gatefold/cuda_quantize.h"
 #include "gatefold/linear.h"
-#include "layer.h"
 #include "module.h"
+#include "plans.h"
 #include "tensor.h"
 
 namespace nb = nanobind;

@@ -161,7 +161,7 @@ std::string string(TorchValue value) {
 void fused_experts(TorchValue* stack) {
   const TensorHandle hidden = tensor(stack[0], "hidden"), ids = tensor(stack[1], "topk_ids"),
                      weights = tensor(stack[2], "topk_weights");
-  const auto layer = Layer::find(static_cast<std::int64_t>(stack[3]));
+  const auto layer = Handled::find<Layer>(static_cast<std::int64_t>(stack[3]), "experts");
   const MoeSpec& spec = layer->weights().spec();
   const Device device = layer->weights().device();
   const MatrixView x = hidden.expect_device(device).matrix();
@@ -296,7 +296,7 @@ void register_torch_kernels() {
 void add_torch(nb::module_& m) {
   m.def("_register_torch_kernels", &register_torch_kernels,
         "For gatefold.torch: gives torch the kernels of the operators that it has defined.");
-  m.def("_debug_torch_kernels", &Layer::debug, "For gatefold.torch.debug().");
+  m.def("_debug_torch_kernels", &debug_operators, "For gatefold.torch.debug().");
   m.def(
       "_activation_row",
       [](const std::string& name, std::int64_t k) {

@@ -150,7 +150,7 @@ def test_names():
     experts = layer()
     handle = experts.publish("a")
     assert handle == experts.publish("a") != experts.publish("b")
-    with pytest.raises(gatefold.InvalidArgument, match="'a' is the name of other experts"):
+    with pytest.raises(gatefold.InvalidArgument, match="'a' is the name of other weights"):
         layer().publish("a")
     del experts
     assert layer().publish("a") == handle

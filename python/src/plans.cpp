@@ -1,6 +1,31 @@
-#include "workspaces.h"
+#include "plans.h"
+
+#include <pthread.h>
+
+#include <atomic>
 
 namespace gatefold::python {
+namespace {
+
+std::atomic<bool> threads_ran{false}, forked{false}, debugging{false};
+
+}  // namespace
+
+void use_threads() {
+  if (forked)
+    throw StatusError{{Code::unsupported,
+                       "this process was forked after Gatefold had started threads, which do not exist here: "
+                       "start it with multiprocessing's method 'spawn'"}};
+  if (!threads_ran.exchange(true)) pthread_atfork(nullptr, nullptr, [] { forked = true; });
+}
+
+void debug_operators(bool on) {
+  debugging = on;
+}
+
+bool debugging_operators() {
+  return debugging;
+}
 
 Workspaces::Workspace Workspaces::take(cuda::Stream stream) {
   {
