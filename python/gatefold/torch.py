@@ -8,6 +8,11 @@
         f32 [rows] (else empty).
     torch.ops.gatefold.scaled_mm(x, x_scales, x_token_scales, w, w_scales, scheme, w_tensor_scale) -> Tensor
         Quantized activations times a quantized matrix (QuantizedMatrix.values and .scales), f32 [rows, n]; on the CPU.
+    torch.ops.gatefold.scaled_mm(x, weights, n, bias, scales, token_scales, dtype=...) -> Tensor
+    torch.ops.gatefold.grouped_gemm(x, offsets, weights, n, bias, scales, token_scales, dtype=...) -> Tensor
+        LinearPlan's products, on a GPU, by the handle of LinearWeights and their n. x in 8 bits as uint8, int8 or
+        float8_e4m3fn, scales as uint8, float32 or float8_e4m3fn. The result is of dtype, or else x's; of codes bf16.
+        What is not quantized is rounded to f16 if x is f16, else to bf16.
 
 They have meta kernels, work under torch.compile(fullgraph=True), torch.export, autocast and CUDA graphs, and are for
 inference: a backward pass raises. Errors are RuntimeErrors with the library's text. Handles are of this process, unless
@@ -23,6 +28,9 @@ _library.define("fused_experts(Tensor hidden, Tensor topk_ids, Tensor topk_weigh
 _library.define("quantize_activation(Tensor x, str scheme) -> (Tensor, Tensor, Tensor)")
 _library.define("scaled_mm(Tensor x, Tensor x_scales, Tensor x_token_scales, Tensor w, Tensor w_scales, str scheme, "
                 "float w_tensor_scale) -> Tensor")
+_OPTIONS = "Tensor? bias=None, Tensor? scales=None, Tensor? token_scales=None, *, ScalarType? dtype=None"
+_library.define(f"scaled_mm.packed(Tensor x, SymInt weights, SymInt n, {_OPTIONS}) -> Tensor")
+_library.define(f"grouped_gemm(Tensor x, Tensor offsets, SymInt weights, SymInt n, {_OPTIONS}) -> Tensor")
 _core._register_torch_kernels()
 
 
@@ -43,6 +51,20 @@ def _(x, x_scales, x_token_scales, w, w_scales, scheme, w_tensor_scale):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32)
 
 
+def _product(x, n, scales, dtype):
+    return x.new_empty((x.shape[0], n), dtype=dtype or (x.dtype if scales is None else torch.bfloat16))
+
+
+@torch.library.register_fake("gatefold::scaled_mm.packed")
+def _(x, weights, n, bias=None, scales=None, token_scales=None, *, dtype=None):
+    return _product(x, n, scales, dtype)
+
+
+@torch.library.register_fake("gatefold::grouped_gemm")
+def _(x, offsets, weights, n, bias=None, scales=None, token_scales=None, *, dtype=None):
+    return _product(x, n, scales, dtype)
+
+
 def _no_backward(name):
     def backward(context, *gradients):
         raise RuntimeError(f"gatefold::{name} is for inference only: it has no gradient")
@@ -50,7 +72,7 @@ def _no_backward(name):
     torch.library.register_autograd(f"gatefold::{name}", backward)
 
 
-for _name in ("fused_experts", "quantize_activation", "scaled_mm"):
+for _name in ("fused_experts", "quantize_activation", "scaled_mm", "scaled_mm.packed", "grouped_gemm"):
     _no_backward(_name)
 
 

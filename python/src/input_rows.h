@@ -9,19 +9,14 @@
 
 namespace gatefold::python {
 
-struct Argument {
-  const char* name;
-  nanobind::handle object;
-};
-
 /// Numbers, or codes of a scheme's activations with their scales. Keeps the tensors of scales.
 class InputRows {
  public:
   /// x [rows, k] f32, f16 or bf16; or, if there are scales, codes and scales in the layout of
-  /// quantize_activation, as bytes or as what they are (token_scales: None or without elements where there
-  /// are none). Errors name what is wrong.
-  InputRows(const Tensor& x, SchemeId scheme, std::int64_t k, const Argument& scales,
-            const Argument& token_scales);
+  /// quantize_activation, as bytes or as what they are (token_scales: none, or without elements, where the
+  /// scheme has none).
+  InputRows(const Tensor& x, const Device& device, SchemeId scheme, std::int64_t k,
+            std::optional<Tensor> scales, std::optional<Tensor> token_scales);
 
   const MatrixView& x() const { return x_; }
   const void* scales() const { return scales_ ? scales_->data() : nullptr; }

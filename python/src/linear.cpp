@@ -3,13 +3,11 @@
 
 #include <memory>
 
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
-#include "gatefold/cuda_linear.h"
-#include "input_rows.h"
-#include "layer.h"
+#include "linear.h"
 #include "module.h"
 #include "spec.h"
-#include "tensor.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -17,11 +15,12 @@ using namespace nb::literals;
 namespace gatefold::python {
 namespace {
 
-std::string device_text(const cuda::LinearWeights& weights) {
-  return fmt::format("cuda:{}", weights.device());
+std::string device_text(const PackedMatrices& m) {
+  return fmt::format("cuda:{}", m.weights().device());
 }
 
-cuda::LinearWeights pack(nb::object object, const std::string& device_name) {
+std::shared_ptr<PackedMatrices> pack(nb::object object, const std::string& device_name, bool weights_only,
+                                     bool batch_invariant, bool fast_accumulation) {
   const Device device = to_device(device_name);
   if (device.kind == Device::Kind::cpu)
     invalid(
@@ -32,110 +31,138 @@ cuda::LinearWeights pack(nb::object object, const std::string& device_name) {
   const std::vector<const QuantizedMatrix*> matrices = to_matrices(object, "matrices", held);
   use_threads();
   const nb::gil_scoped_release release;
-  return value(cuda::LinearWeights::pack(matrices, device.index));
+  return Handled::make<PackedMatrices>(value(cuda::LinearWeights::pack(matrices, device.index)),
+                                       cuda::LinearOptions{.weights_only = weights_only,
+                                                           .batch_invariant = batch_invariant,
+                                                           .fast_accumulation = fast_accumulation});
 }
 
 /// A plan with the matrices that it multiplies by.
 class MatrixPlan {
  public:
-  MatrixPlan(const cuda::LinearWeights& weights, const cuda::LinearOptions& options)
-      : weights_(weights),
-        options_(options),
-        plan_(value(cuda::LinearPlan::create(weights.shape(), options, weights.device()))),
-        workspaces_(plan_.workspace_bytes(), Device::cuda(weights.device())) {}
+  MatrixPlan(std::shared_ptr<PackedMatrices> weights, const cuda::LinearOptions& options)
+      : weights_(std::move(weights)), options_(options), planned_(weights_->weights(), options) {}
 
   nb::object scaled_mm(nb::object x, nb::object bias, nb::object scales, nb::object token_scales,
                        nb::object out, std::optional<std::uintptr_t> stream) {
-    return multiply(std::move(x), nb::none(), std::move(bias), std::move(scales), std::move(token_scales),
-                    std::move(out), stream);
+    return multiply(x, std::nullopt, bias, scales, token_scales, std::move(out), stream);
   }
 
   nb::object grouped_gemm(nb::object x, nb::object offsets, nb::object bias, nb::object scales,
                           nb::object token_scales, nb::object out, std::optional<std::uintptr_t> stream) {
-    if (offsets.is_none()) invalid("offsets is None, expected a tensor");
-    return multiply(std::move(x), std::move(offsets), std::move(bias), std::move(scales),
-                    std::move(token_scales), std::move(out), stream);
+    return multiply(x, Tensor(offsets, "offsets"), bias, scales, token_scales, std::move(out), stream);
   }
 
-  const cuda::LinearWeights& weights() const { return weights_; }
+  const std::shared_ptr<PackedMatrices>& weights() const { return weights_; }
   const cuda::LinearOptions& options() const { return options_; }
-  std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
+  std::size_t workspace_bytes() const { return planned_.plan().workspace_bytes(); }
 
  private:
-  /// scaled_mm if there are no offsets.
-  nb::object multiply(nb::object x_object, nb::object offsets_object, nb::object bias_object,
-                      nb::object scales, nb::object token_scales, nb::object out_object,
+  nb::object multiply(nb::handle x_object, std::optional<Tensor> offsets, nb::handle bias, nb::handle scales,
+                      nb::handle token_scales, nb::object out_object,
                       std::optional<std::uintptr_t> stream_number) {
-    const cuda::LinearShape& shape = weights_.shape();
-    const Device device = Device::cuda(weights_.device());
-    const bool grouped = !offsets_object.is_none();
     const Tensor x(x_object, "x");
-    x.expect_device(device);
-    const InputRows rows(x, shape.scheme, shape.k, {"scales", scales}, {"token_scales", token_scales});
-    cuda::LinearInputs inputs{.x = rows.x(), .scales = rows.scales(), .token_scales = rows.token_scales()};
-    std::optional<Tensor> offsets, bias;
-    if (grouped) {
-      offsets.emplace(offsets_object, "offsets");
-      inputs.offsets = offsets->elements<std::int32_t>({shape.matrices + 1}, "[matrices + 1]", device);
-    }
-    if (!bias_object.is_none()) {
-      bias.emplace(bias_object, "bias");
-      inputs.bias = grouped ? bias->elements<float>({shape.matrices, shape.n}, "[matrices, n]", device)
-                            : bias->elements<float>({shape.n}, "[n]", device);
-    }
-    if (out_object.is_none())
-      out_object = x.make({inputs.x.rows, shape.n}, rows.result_type(options_.act_dtype));
+    const ProductInputs inputs(*weights_, x, std::move(offsets), Tensor::maybe(bias, "bias"),
+                               Tensor::maybe(scales, "scales"), Tensor::maybe(token_scales, "token_scales"));
+    const std::int64_t rows = x.size(0), n = weights_->weights().shape().n;
+    if (out_object.is_none()) out_object = x.make({rows, n}, inputs.result_type(options_.act_dtype));
     const Tensor out(out_object, "out", true);
-    out.expect_shape({inputs.x.rows, shape.n}, "[rows, n]");
-    out.expect_device(device);
-    const MatrixView view = out.matrix();
-    const MutableMatrixView y{const_cast<void*>(view.data), view.dtype, view.rows, view.cols};
+    out.expect_shape({rows, n}, "[rows, n]");
+    out.expect_device(weights_->device());
+    const MutableMatrixView y = out.mutable_matrix();
     const cuda::Stream stream = stream_number ? reinterpret_cast<cuda::Stream>(*stream_number) : x.stream();
-    use_threads();
     const nb::gil_scoped_release release;
-    workspaces_.lend(stream, x.is_torch() && !stream_number, [&](std::span<std::byte> workspace) {
-      return grouped ? plan_.grouped_gemm(weights_, inputs, y, workspace, stream)
-                     : plan_.scaled_mm(weights_, inputs, y, workspace, stream);
-    });
+    planned_.run(inputs.get(), y, stream, x.is_torch() && !stream_number);
     return out_object;
   }
 
-  cuda::LinearWeights weights_;
+  std::shared_ptr<PackedMatrices> weights_;
   cuda::LinearOptions options_;
-  cuda::LinearPlan plan_;
-  Workspaces workspaces_;
+  PlannedProduct planned_;
 };
 
 }  // namespace
 
+PlannedProduct::PlannedProduct(const cuda::LinearWeights& weights, const cuda::LinearOptions& options)
+    : weights_(weights),
+      plan_(value(cuda::LinearPlan::create(weights.shape(), options, weights.device()))),
+      workspaces_(plan_.workspace_bytes(), Device::cuda(weights.device())) {}
+
+void PlannedProduct::run(const cuda::LinearInputs& inputs, const MutableMatrixView& y, cuda::Stream stream,
+                         bool in_torch) {
+  use_threads();
+  workspaces_.lend(stream, in_torch, [&](std::span<std::byte> workspace) {
+    return inputs.offsets == nullptr ? plan_.scaled_mm(weights_, inputs, y, workspace, stream)
+                                     : plan_.grouped_gemm(weights_, inputs, y, workspace, stream);
+  });
+}
+
+std::shared_ptr<PlannedProduct> PackedMatrices::planned(const MatrixView& x) {
+  cuda::LinearOptions options = options_;
+  options.act_dtype = x.dtype == DType::f16 ? DType::f16 : DType::bf16;
+  options.debug_workspace = debugging_operators();
+  auto& plans = x.dtype == DType::f16 ? f16_plans_ : bf16_plans_;
+  return plans.find(x.rows, {.debug = options.debug_workspace}, [&](int most) {
+    options.max_rows = most;
+    return std::make_shared<PlannedProduct>(weights_, options);
+  });
+}
+
+ProductInputs::ProductInputs(const PackedMatrices& by, const Tensor& x, std::optional<Tensor> offsets,
+                             std::optional<Tensor> bias, std::optional<Tensor> scales,
+                             std::optional<Tensor> token_scales)
+    : rows_(x, by.device(), by.weights().shape().scheme, by.weights().shape().k, std::move(scales),
+            std::move(token_scales)),
+      offsets_(std::move(offsets)),
+      bias_(std::move(bias)),
+      inputs_{.x = rows_.x(), .scales = rows_.scales(), .token_scales = rows_.token_scales()} {
+  const cuda::LinearShape& shape = by.weights().shape();
+  if (!offsets_ && shape.matrices != 1)
+    invalid(fmt::format("scaled_mm is of one matrix, but the weights are {}", shape.matrices));
+  if (offsets_) inputs_.offsets = offsets_->integers({shape.matrices + 1}, "[matrices + 1]", by.device());
+  if (bias_)
+    inputs_.bias = offsets_ ? bias_->floats({shape.matrices, shape.n}, "[matrices, n]", by.device())
+                            : bias_->floats({shape.n}, "[n]", by.device());
+}
+
 void add_linear(nb::module_& m) {
-  nb::class_<cuda::LinearWeights>(
+  nb::class_<PackedMatrices>(
       m, "LinearWeights",
       "Matrices of one scheme and shape in the memory of a GPU, as its kernels read them. Immutable: any "
       "number of plans and threads may use it.")
-      .def_static("pack", &pack, "matrices"_a, "device"_a = "cuda",
-                  R"(Packs a QuantizedMatrix [n, k], or a sequence of them of one scheme and shape, for a GPU:
+      .def_static(
+          "pack", &pack, "matrices"_a, "device"_a = "cuda", nb::kw_only(), "weights_only"_a = false,
+          "batch_invariant"_a = false, "fast_accumulation"_a = false,
+          R"(Packs a QuantizedMatrix [n, k], or a sequence of them of one scheme and shape, for a GPU:
 'cuda' or 'cuda:N'. They are copied. Memory beside the packed matrices: up to three times 16 MiB, on the GPU and on the
-host.
+host. weights_only, batch_invariant, fast_accumulation: how torch operators multiply, as for LinearPlan.create.
 
 Raises InvalidArgument for a device that is no GPU and for matrices of different schemes or shapes, Unsupported without a
 GPU that the kernels can use and for schemes that they cannot multiply, IoError if there is not enough memory.)",
-                  nb::sig("def pack(matrices: QuantizedMatrix | collections.abc.Iterable[QuantizedMatrix], "
-                          "device: str = 'cuda') -> LinearWeights"))
-      .def_prop_ro("scheme",
-                   [](const cuda::LinearWeights& w) { return std::string(scheme(w.shape().scheme).name); })
+          nb::sig("def pack(matrices: QuantizedMatrix | collections.abc.Iterable[QuantizedMatrix], "
+                  "device: str = 'cuda', *, weights_only: bool = False, batch_invariant: bool = False, "
+                  "fast_accumulation: bool = False) -> LinearWeights"))
       .def_prop_ro(
-          "matrices", [](const cuda::LinearWeights& w) { return w.shape().matrices; }, "How many.")
+          "scheme",
+          [](const PackedMatrices& m) { return std::string(scheme(m.weights().shape().scheme).name); })
       .def_prop_ro(
-          "n", [](const cuda::LinearWeights& w) { return w.shape().n; }, "Rows of each: outputs.")
+          "matrices", [](const PackedMatrices& m) { return m.weights().shape().matrices; }, "How many.")
       .def_prop_ro(
-          "k", [](const cuda::LinearWeights& w) { return w.shape().k; }, "Columns of each: inputs.")
+          "n", [](const PackedMatrices& m) { return m.weights().shape().n; }, "Rows of each: outputs.")
+      .def_prop_ro(
+          "k", [](const PackedMatrices& m) { return m.weights().shape().k; }, "Columns of each: inputs.")
       .def_prop_ro("device", &device_text, "'cuda:N'.")
-      .def_prop_ro("packed_bytes", &cuda::LinearWeights::packed_bytes)
-      .def("__repr__", [](const cuda::LinearWeights& w) {
-        const cuda::LinearShape& s = w.shape();
+      .def_prop_ro("packed_bytes", [](const PackedMatrices& m) { return m.weights().packed_bytes(); })
+      .def_prop_ro("handle", &PackedMatrices::handle,
+                   "The number by which torch operators know these weights, while this object lives.")
+      .def("publish", &PackedMatrices::publish, "name"_a,
+           "A handle that follows from the name: the same in every process. Raises InvalidArgument if other "
+           "weights that live have the name.")
+      .def("__deepcopy__", [](std::shared_ptr<PackedMatrices> m, nb::handle) { return m; })  // immutable
+      .def("__repr__", [](const PackedMatrices& m) {
+        const cuda::LinearShape& s = m.weights().shape();
         return fmt::format("LinearWeights('{}', matrices={}, n={}, k={}, device='{}')", scheme(s.scheme).name,
-                           s.matrices, s.n, s.k, device_text(w));
+                           s.matrices, s.n, s.k, device_text(m));
       });
 
   nb::class_<MatrixPlan>(
@@ -145,9 +172,9 @@ GPU that the kernels can use and for schemes that they cannot multiply, IoError 
       "weights alive.")
       .def_static(
           "create",
-          [](const cuda::LinearWeights& weights, int max_rows, const std::string& act_dtype,
+          [](std::shared_ptr<PackedMatrices> weights, int max_rows, const std::string& act_dtype,
              bool weights_only, bool batch_invariant, bool fast_accumulation, bool debug_workspace) {
-            return std::make_unique<MatrixPlan>(weights,
+            return std::make_unique<MatrixPlan>(std::move(weights),
                                                 cuda::LinearOptions{.max_rows = max_rows,
                                                                     .act_dtype = to_act_dtype(act_dtype),
                                                                     .weights_only = weights_only,

@@ -32,41 +32,30 @@ class Plan {
     const MoeSpec& spec = planned_.plan().spec();
     const Device& device = planned_.plan().device();
     const Tensor hidden(hidden_object, "hidden");
-    hidden.expect_device(device);
-    const InputRows rows(hidden, spec.scheme, spec.hidden, {"hidden_scales", scales},
-                         {"hidden_token_scales", token_scales});
+    const InputRows rows(hidden, device, spec.scheme, spec.hidden, Tensor::maybe(scales, "hidden_scales"),
+                         Tensor::maybe(token_scales, "hidden_token_scales"));
     MoeInputs inputs{
         .hidden = rows.x(), .hidden_scales = rows.scales(), .hidden_token_scales = rows.token_scales()};
     const std::int64_t tokens = hidden.size(0);
 
-    std::optional<Tensor> ids, weights, logits;
+    const auto logits = Tensor::maybe(logits_object, "router_logits");
+    const auto ids = Tensor::maybe(first, "topk_ids");
+    const auto weights = Tensor::maybe(weights_object, "topk_weights");
     std::vector<std::int32_t> id_copy;
     std::vector<float> weight_copy, logit_copy;
-    if (!logits_object.is_none()) {
-      logits.emplace(logits_object, "router_logits");
-      inputs.router_logits = floats(*logits, {tokens, spec.experts}, "[tokens, experts]", logit_copy);
-    }
-    if (!first.is_none()) {
-      ids.emplace(first, "topk_ids");
-      ids->expect_shape({tokens, spec.top_k}, "[tokens, top_k]");
-      ids->expect_device(device);
-      ids->expect_contiguous();
-      inputs.topk_ids = integers(*ids, id_copy);
-    }
-    if (!weights_object.is_none()) {
-      weights.emplace(weights_object, "topk_weights");
-      inputs.topk_weights = floats(*weights, {tokens, spec.top_k}, "[tokens, top_k]", weight_copy);
-    }
+    if (logits)
+      inputs.router_logits = logits->floats({tokens, spec.experts}, "[tokens, experts]", device, &logit_copy);
+    if (ids) inputs.topk_ids = ids->integers({tokens, spec.top_k}, "[tokens, top_k]", device, &id_copy);
+    if (weights)
+      inputs.topk_weights = weights->floats({tokens, spec.top_k}, "[tokens, top_k]", device, &weight_copy);
     if (out_object.is_none())
       out_object = hidden.make({tokens, spec.hidden}, rows.result_type(spec.act_dtype));
     const Tensor out(out_object, "out", true);
     out.expect_shape({tokens, spec.hidden}, "[tokens, hidden]");
     out.expect_device(device);
-    const MatrixView y = out.matrix();
-    const MoeOutputs outputs{.hidden = {const_cast<void*>(y.data), y.dtype, y.rows, y.cols}};
-    const cuda::Stream stream = device.kind == Device::Kind::cpu ? nullptr
-                                : stream_number ? reinterpret_cast<cuda::Stream>(*stream_number)
-                                                : hidden.stream();
+    const MoeOutputs outputs{.hidden = out.mutable_matrix()};
+    const cuda::Stream stream =
+        stream_number ? reinterpret_cast<cuda::Stream>(*stream_number) : hidden.stream();
     const nb::gil_scoped_release release;
     planned_.run(layer_->weights(), inputs, outputs, stream, hidden.is_torch() && !stream_number);
     return out_object;
@@ -81,36 +70,6 @@ class Plan {
   }
 
  private:
-  const float* floats(const Tensor& tensor, std::initializer_list<std::int64_t> shape, const char* meaning,
-                      std::vector<float>& copy) const {
-    tensor.expect_shape(shape, meaning);
-    tensor.expect_float();
-    tensor.expect_device(planned_.plan().device());
-    tensor.expect_contiguous();
-    if (tensor.dtype() == DType::f32 || tensor.size(0) == 0)
-      return reinterpret_cast<const float*>(tensor.data());
-    if (tensor.device().kind == Device::Kind::cuda)
-      invalid(fmt::format("{} is {}, expected F32 on a GPU", tensor.name(), name(tensor.dtype())));
-    copy = tensor.to_host<float>();
-    return copy.data();
-  }
-
-  const std::int32_t* integers(const Tensor& tensor, std::vector<std::int32_t>& copy) const {
-    if (tensor.dtype() == DType::i32 || tensor.size(0) == 0)
-      return reinterpret_cast<const std::int32_t*>(tensor.data());
-    if (tensor.dtype() != DType::i64 || tensor.device().kind == Device::Kind::cuda)
-      invalid(fmt::format("{} is {}, expected I32{}", tensor.name(), name(tensor.dtype()),
-                          tensor.device().kind == Device::Kind::cpu ? " or I64" : " on a GPU"));
-    const auto wide = tensor.to_host<std::int64_t>();
-    for (std::size_t i = 0; i < wide.size(); ++i)
-      if (wide[i] != static_cast<std::int32_t>(wide[i]))
-        invalid(fmt::format(
-            "topk_ids[{}, {}] = {} is not within 0..{}", i / static_cast<std::size_t>(tensor.size(1)),
-            i % static_cast<std::size_t>(tensor.size(1)), wide[i], planned_.plan().spec().experts - 1));
-    copy.assign(wide.begin(), wide.end());
-    return copy.data();
-  }
-
   std::shared_ptr<Layer> layer_;
   PlanOptions options_;
   PlannedLayer planned_;

@@ -142,6 +142,17 @@ Tensor::Tensor(nb::handle object, const char* name, bool writable)
         const_cast<std::int64_t*>(array_.stride_ptr())});
 }
 
+Tensor::Tensor(const char* name, DType dtype, const Device& device, void* data,
+               std::span<const std::int64_t> shape, const std::int64_t* strides)
+    : name_(name), dtype_(dtype), device_(device), torch_(true) {
+  place(data, shape, strides);
+}
+
+std::optional<Tensor> Tensor::maybe(nb::handle object, const char* name) {
+  if (object.is_none()) return std::nullopt;
+  return Tensor(object, name);
+}
+
 void Tensor::read(const nb::dlpack::dltensor& view) {
   const auto dtype = find_dtype(view.dtype);
   if (!dtype)
@@ -154,15 +165,21 @@ void Tensor::read(const nb::dlpack::dltensor& view) {
            view.device.device_type != nb::device::cuda_host::value)
     invalid(fmt::format("{} is on a device of DLPack type {}, expected a CPU or CUDA", name_,
                         view.device.device_type));
-  rank_ = static_cast<std::size_t>(view.ndim);
+  place(view.data == nullptr ? nullptr : static_cast<std::byte*>(view.data) + view.byte_offset,
+        std::span(view.shape, static_cast<std::size_t>(view.ndim)), view.strides);
+}
+
+void Tensor::place(void* data, std::span<const std::int64_t> shape, const std::int64_t* strides) {
+  rank_ = shape.size();
   if (rank_ > kMaxRank)
     invalid(fmt::format("{} has {} dimensions, expected at most {}", name_, rank_, kMaxRank));
-  std::copy_n(view.shape, rank_, shape_.begin());
-  std::copy_n(view.strides, rank_, strides_.begin());
-  data_ = view.data == nullptr ? nothing : static_cast<std::byte*>(view.data) + view.byte_offset;
+  std::ranges::copy(shape, shape_.begin());
+  std::copy_n(strides, rank_, strides_.begin());
+  data_ = data == nullptr ? nothing : static_cast<std::byte*>(data);
 }
 
 cuda::Stream Tensor::stream() const {
+  if (device_.kind == Device::Kind::cpu) return nullptr;
   if (torch_) return torch_stream(device_.index);
   if (package_of(object_) != "cupy") return nullptr;
   const nb::object stream = nb::module_::import_("cupy").attr("cuda").attr("get_current_stream")();
@@ -233,20 +250,46 @@ MatrixView Tensor::matrix() const {
   return {data_, dtype_, shape_[0], shape_[1]};
 }
 
-template <class T>
-const T* Tensor::elements(std::initializer_list<std::int64_t> shape, const char* meaning,
-                          const Device& device) const {
-  expect_shape(shape, meaning);
-  if (constexpr DType type = std::is_same_v<T, float> ? DType::f32 : DType::i32; dtype_ != type)
-    wrong(std::string(gatefold::name(type)));
-  expect_device(device);
-  expect_contiguous();
-  return reinterpret_cast<const T*>(data_);
+MutableMatrixView Tensor::mutable_matrix() const {
+  const MatrixView m = matrix();
+  return {data_, m.dtype, m.rows, m.cols};
 }
 
-template const float* Tensor::elements(std::initializer_list<std::int64_t>, const char*, const Device&) const;
-template const std::int32_t* Tensor::elements(std::initializer_list<std::int64_t>, const char*,
-                                              const Device&) const;
+const float* Tensor::floats(std::initializer_list<std::int64_t> shape, const char* meaning,
+                            const Device& device, std::vector<float>* copy) const {
+  expect_shape(shape, meaning);
+  expect_device(device);
+  expect_contiguous();
+  if (dtype_ == DType::f32) return reinterpret_cast<const float*>(data_);
+  const bool on_gpu = device.kind == Device::Kind::cuda, converts = copy != nullptr && !on_gpu;
+  if (!converts || (dtype_ != DType::f16 && dtype_ != DType::bf16))
+    invalid(fmt::format("{} is {}, expected F32{}", name_, gatefold::name(dtype_),
+                        converts ? ", F16 or BF16"
+                        : on_gpu ? " on a GPU"
+                                 : ""));
+  *copy = to_host<float>();
+  return copy->empty() ? reinterpret_cast<const float*>(data_) : copy->data();
+}
+
+const std::int32_t* Tensor::integers(std::initializer_list<std::int64_t> shape, const char* meaning,
+                                     const Device& device, std::vector<std::int32_t>* copy) const {
+  expect_shape(shape, meaning);
+  expect_device(device);
+  expect_contiguous();
+  if (dtype_ == DType::i32) return reinterpret_cast<const std::int32_t*>(data_);
+  const bool on_gpu = device.kind == Device::Kind::cuda, converts = copy != nullptr && !on_gpu;
+  if (!converts || dtype_ != DType::i64)
+    invalid(fmt::format("{} is {}, expected I32{}", name_, gatefold::name(dtype_),
+                        converts ? " or I64"
+                        : on_gpu ? " on a GPU"
+                                 : ""));
+  for (const std::int64_t wide : to_host<std::int64_t>()) {
+    if (wide != static_cast<std::int32_t>(wide))
+      invalid(fmt::format("{}[{}] = {} does not fit 32 bits", name_, copy->size(), wide));
+    copy->push_back(static_cast<std::int32_t>(wide));
+  }
+  return copy->empty() ? reinterpret_cast<const std::int32_t*>(data_) : copy->data();
+}
 
 nb::object Tensor::make(std::initializer_list<std::int64_t> shape, DType dtype) const {
   const std::string package = torch_ ? "torch" : package_of(object_);

@@ -25,6 +25,11 @@ class Tensor {
   /// `name` is the argument's, for errors. Errors: TypeError for what is no tensor; InvalidArgument for one
   /// that requires a gradient, or whose type or device is not known here.
   Tensor(nanobind::handle object, const char* name, bool writable = false);
+  /// One of torch's C interface. Needs no GIL.
+  Tensor(const char* name, DType dtype, const Device& device, void* data, std::span<const std::int64_t> shape,
+         const std::int64_t* strides);
+  /// None if the object is None.
+  static std::optional<Tensor> maybe(nanobind::handle object, const char* name);
 
   const char* name() const { return name_; }
   DType dtype() const { return dtype_; }
@@ -37,12 +42,13 @@ class Tensor {
   std::byte* data() const { return data_; }
   bool is_torch() const { return torch_; }
   /// Of a tensor on a GPU: in which torch or cupy work now; of other libraries the default stream. With the
-  /// GIL.
+  /// GIL, unless it is torch's.
   cuda::Stream stream() const;
   bool contiguous() const;
   std::string shape_text() const;
 
   /// Errors name the argument, what it is and what was expected. -1: any size.
+  [[noreturn]] void wrong(const std::string& expected) const;
   void expect_shape(std::initializer_list<std::int64_t> shape, const char* meaning) const;
   void expect_contiguous() const;
   void expect_float() const;
@@ -53,10 +59,13 @@ class Tensor {
 
   /// A contiguous [rows, cols] float tensor.
   MatrixView matrix() const;
-  /// A contiguous tensor of float or std::int32_t on this device.
-  template <class T>
-  const T* elements(std::initializer_list<std::int64_t> shape, const char* meaning,
-                    const Device& device) const;
+  MutableMatrixView mutable_matrix() const;
+  /// The elements of a contiguous tensor on this device, as f32 and int32; on the CPU 16-bit numbers and
+  /// int64 are converted into `copy`, if it is given.
+  const float* floats(std::initializer_list<std::int64_t> shape, const char* meaning, const Device& device,
+                      std::vector<float>* copy = nullptr) const;
+  const std::int32_t* integers(std::initializer_list<std::int64_t> shape, const char* meaning,
+                               const Device& device, std::vector<std::int32_t>* copy = nullptr) const;
   /// A new tensor of the same library, on the same device. With the GIL. Throws for libraries other than
   /// numpy, torch and cupy, and for types that they have not.
   nanobind::object make(std::initializer_list<std::int64_t> shape, DType dtype) const;
@@ -72,7 +81,7 @@ class Tensor {
 
   void read(const nanobind::dlpack::dltensor& view);
   bool has_shape(std::initializer_list<std::int64_t> shape) const;
-  [[noreturn]] void wrong(const std::string& expected) const;
+  void place(void* data, std::span<const std::int64_t> shape, const std::int64_t* strides);
 
   const char* name_;
   nanobind::object object_;

@@ -1,15 +1,19 @@
 // The kernels of the operators that gatefold.torch defines, over torch's stable C interface.
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 
-#include "gatefold/codec.h"
 #include "gatefold/cuda_quantize.h"
 #include "gatefold/linear.h"
+#include "input_rows.h"
 #include "layer.h"
+#include "linear.h"
 #include "module.h"
+#include "tensor.h"
 #include "torch_abi.h"
 
 namespace nb = nanobind;
@@ -24,126 +28,95 @@ void expect(TorchError error, const char* what) {
   if (error != 0) throw std::runtime_error(fmt::format("torch: {} failed", what));
 }
 
+/// The types that operators know, and torch's numbers for them.
+std::span<const std::pair<DType, std::int32_t>> types() {
+  static const std::pair<DType, std::int32_t> all[] = {
+      {DType::f32, torch.aoti_torch_dtype_float32()},
+      {DType::f16, torch.aoti_torch_dtype_float16()},
+      {DType::bf16, torch.aoti_torch_dtype_bfloat16()},
+      {DType::f64, torch.aoti_torch_dtype_float64()},
+      {DType::i32, torch.aoti_torch_dtype_int32()},
+      {DType::i64, torch.aoti_torch_dtype_int64()},
+      {DType::u8, torch.aoti_torch_dtype_uint8()},
+      {DType::i8, torch.aoti_torch_dtype_int8()},
+      {DType::f8_e4m3, torch.aoti_torch_dtype_float8_e4m3fn()}};
+  return all;
+}
+
+DType to_dtype(std::int32_t number, const char* name) {
+  for (const auto& [dtype, torch_number] : types())
+    if (torch_number == number) return dtype;
+  invalid(fmt::format("{} has a type that is not known here (torch's {})", name, number));
+}
+
 /// Owns one reference.
 class TensorHandle {
  public:
-  explicit TensorHandle(TorchTensor tensor, const char* name) : tensor_(tensor), name_(name) {
-    std::int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
-    std::int32_t type = 0;
-    expect(torch.aoti_torch_get_dim(tensor, &dim), "get_dim");
-    expect(torch.aoti_torch_get_sizes(tensor, &sizes), "get_sizes");
-    expect(torch.aoti_torch_get_strides(tensor, &strides), "get_strides");
-    expect(torch.aoti_torch_get_dtype(tensor, &dtype_), "get_dtype");
-    expect(torch.aoti_torch_get_device_type(tensor, &type), "get_device_type");
-    expect(torch.aoti_torch_get_device_index(tensor, &index_), "get_device_index");
-    expect(torch.aoti_torch_get_data_ptr(tensor, &data_), "get_data_ptr");
-    cuda_ = type == torch.aoti_torch_device_type_cuda();
-    shape_.assign(sizes, sizes + dim);
-    std::int64_t expected = 1;
-    for (std::int64_t i = dim; i-- > 0;) {
-      contiguous_ = contiguous_ && (shape_[static_cast<std::size_t>(i)] <= 1 || strides[i] == expected);
-      expected *= shape_[static_cast<std::size_t>(i)];
-    }
-    contiguous_ = contiguous_ || expected == 0;
-  }
-  TensorHandle(TensorHandle&& other) noexcept { *this = std::move(other); }
-  TensorHandle& operator=(TensorHandle&& other) noexcept {
-    std::swap(tensor_, other.tensor_);
-    name_ = other.name_;
-    data_ = other.data_;
-    dtype_ = other.dtype_;
-    index_ = other.index_;
-    cuda_ = other.cuda_;
-    contiguous_ = other.contiguous_;
-    shape_ = std::move(other.shape_);
-    return *this;
-  }
-  ~TensorHandle() {
-    if (tensor_ != nullptr) torch.aoti_torch_delete_tensor_object(tensor_);
-  }
+  TensorHandle(TorchTensor tensor, const char* name) : tensor_(tensor), view_(read(tensor, name)) {}
 
   /// A new one, contiguous.
-  static TensorHandle empty(std::vector<std::int64_t> shape, std::int32_t dtype, const Device& device) {
+  static TensorHandle empty(std::vector<std::int64_t> shape, DType dtype, const Device& device) {
     std::vector<std::int64_t> strides(shape.size(), 1);
     for (std::size_t i = shape.size(); i-- > 1;)
       strides[i - 1] = strides[i] * std::max<std::int64_t>(1, shape[i]);
     const bool cuda = device.kind == Device::Kind::cuda;
+    const auto type = std::ranges::find(types(), dtype, &std::pair<DType, std::int32_t>::first);
     TorchTensor made = nullptr;
     expect(torch.aoti_torch_empty_strided(
-               static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(), dtype,
+               static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(), type->second,
                cuda ? torch.aoti_torch_device_type_cuda() : torch.aoti_torch_device_type_cpu(),
                cuda ? device.index : 0, &made),
            "empty_strided");
     return TensorHandle(made, "result");
   }
 
-  TorchValue release() { return reinterpret_cast<TorchValue>(std::exchange(tensor_, nullptr)); }
-
-  void* data() const { return data_; }
-  std::int32_t dtype() const { return dtype_; }
-  const std::vector<std::int64_t>& shape() const { return shape_; }
-  Device device() const { return cuda_ ? Device::cuda(index_) : Device::cpu(); }
-  cuda::Stream stream() const { return cuda_ ? torch_stream(index_) : nullptr; }
-
-  [[noreturn]] void wrong(const std::string& expected) const {
-    invalid(fmt::format("{} is [{}] of torch type {}{}, expected {}", name_, fmt::join(shape_, ", "), dtype_,
-                        contiguous_ ? "" : ", not contiguous", expected));
-  }
-  const TensorHandle& expect_shape(const std::vector<std::int64_t>& shape, const char* meaning) const {
-    if (shape_ != shape || !contiguous_)
-      wrong(fmt::format("{} = [{}], contiguous", meaning, fmt::join(shape, ", ")));
-    return *this;
-  }
-  const TensorHandle& expect_device(const Device& device) const {
-    if (!(this->device() == device))
-      wrong(device.kind == Device::Kind::cpu ? "a tensor on the CPU" : "the experts' GPU");
-    return *this;
-  }
-  MatrixView matrix() const {
-    if (shape_.size() != 2 || !contiguous_) wrong("a contiguous matrix");
-    const DType type = dtype_ == torch.aoti_torch_dtype_float32()    ? DType::f32
-                       : dtype_ == torch.aoti_torch_dtype_bfloat16() ? DType::bf16
-                       : dtype_ == torch.aoti_torch_dtype_float16()  ? DType::f16
-                                                                     : DType::u8;
-    if (type == DType::u8) wrong("float32, bfloat16 or float16");
-    return {data_, type, shape_[0], shape_[1]};
-  }
-  MutableMatrixView mutable_matrix() const {
-    const MatrixView m = matrix();
-    return {data_, m.dtype, m.rows, m.cols};
-  }
-
-  /// As int32 or f32: in place, or (on the CPU) converted into `copy`.
-  const std::int32_t* int32(std::vector<std::int32_t>& copy) const {
-    if (dtype_ == torch.aoti_torch_dtype_int32()) return static_cast<const std::int32_t*>(data_);
-    if (dtype_ != torch.aoti_torch_dtype_int64() || cuda_) wrong(cuda_ ? "int32 on a GPU" : "int32 or int64");
-    const auto* wide = static_cast<const std::int64_t*>(data_);
-    const auto count = static_cast<std::size_t>(shape_[0] * shape_[1]);
-    for (std::size_t i = 0; i < count; ++i)  // out of range stays out of range
-      copy.push_back(wide[i] < 0 || wide[i] > 0x7fffffff ? -1 : static_cast<std::int32_t>(wide[i]));
-    return copy.data();
-  }
-  const float* float32(std::vector<float>& copy) const {
-    const MatrixView m = matrix();
-    if (m.dtype == DType::f32) return static_cast<const float*>(data_);
-    if (cuda_) wrong("float32 on a GPU");
-    const auto* half = static_cast<const std::uint16_t*>(data_);
-    for (std::int64_t i = 0; i < m.rows * m.cols; ++i)
-      copy.push_back(m.dtype == DType::bf16 ? decode<formats::bf16>(half[i]) : decode<formats::f16>(half[i]));
-    return copy.data();
-  }
+  const Tensor& operator*() const { return view_; }
+  const Tensor* operator->() const { return &view_; }
+  TorchValue release() { return reinterpret_cast<TorchValue>(tensor_.release()); }
 
  private:
-  TorchTensor tensor_ = nullptr;
-  const char* name_ = "";
-  void* data_ = nullptr;
-  std::int32_t dtype_ = 0, index_ = 0;
-  bool cuda_ = false, contiguous_ = true;
-  std::vector<std::int64_t> shape_;
+  static Tensor read(TorchTensor tensor, const char* name) {
+    std::int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
+    std::int32_t dtype = 0, type = 0, index = 0;
+    void* data = nullptr;
+    expect(torch.aoti_torch_get_dim(tensor, &dim), "get_dim");
+    expect(torch.aoti_torch_get_sizes(tensor, &sizes), "get_sizes");
+    expect(torch.aoti_torch_get_strides(tensor, &strides), "get_strides");
+    expect(torch.aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
+    expect(torch.aoti_torch_get_device_type(tensor, &type), "get_device_type");
+    expect(torch.aoti_torch_get_device_index(tensor, &index), "get_device_index");
+    expect(torch.aoti_torch_get_data_ptr(tensor, &data), "get_data_ptr");
+    const bool cuda = type == torch.aoti_torch_device_type_cuda();
+    return {name,
+            to_dtype(dtype, name),
+            cuda ? Device::cuda(index) : Device::cpu(),
+            data,
+            std::span(sizes, static_cast<std::size_t>(dim)),
+            strides};
+  }
+
+  struct Delete {
+    void operator()(TorchTensor tensor) const { torch.aoti_torch_delete_tensor_object(tensor); }
+  };
+  std::unique_ptr<AtenTensorOpaque, Delete> tensor_;
+  Tensor view_;
 };
 
 TensorHandle tensor(TorchValue value, const char* name) {
-  return TensorHandle(reinterpret_cast<TorchTensor>(value), name);
+  return {reinterpret_cast<TorchTensor>(value), name};
+}
+
+/// Of an argument that may be None: torch allocates a place for others with `new`.
+std::optional<TorchValue> maybe(TorchValue value) {
+  if (value == 0) return std::nullopt;
+  const std::unique_ptr<TorchValue> place(reinterpret_cast<TorchValue*>(value));
+  return *place;
+}
+
+std::optional<TensorHandle> maybe_tensor(TorchValue value, const char* name) {
+  const std::optional<TorchValue> given = maybe(value);
+  if (!given) return std::nullopt;
+  return tensor(*given, name);
 }
 
 std::string string(TorchValue value) {
@@ -164,60 +137,87 @@ void fused_experts(TorchValue* stack) {
   const auto layer = Handled::find<Layer>(static_cast<std::int64_t>(stack[3]), "experts");
   const MoeSpec& spec = layer->weights().spec();
   const Device device = layer->weights().device();
-  const MatrixView x = hidden.expect_device(device).matrix();
-  hidden.expect_shape({x.rows, spec.hidden}, "[tokens, hidden]");
-  ids.expect_device(device).expect_shape({x.rows, spec.top_k}, "[tokens, top_k]");
-  weights.expect_device(device).expect_shape({x.rows, spec.top_k}, "[tokens, top_k]");
+  const InputRows rows(*hidden, device, spec.scheme, spec.hidden, {}, {});
+  const std::int64_t tokens = rows.x().rows;
 
   std::vector<std::int32_t> id_copy;
   std::vector<float> weight_copy;
   const MoeInputs inputs{
-      .hidden = x, .topk_ids = ids.int32(id_copy), .topk_weights = weights.float32(weight_copy)};
-  TensorHandle out = TensorHandle::empty(hidden.shape(), hidden.dtype(), device);
-  if (x.rows != 0) {
-    const auto planned = layer->planned(x.rows);
-    planned->run(layer->weights(), inputs, {.hidden = out.mutable_matrix()}, hidden.stream(), true);
-  }
+      .hidden = rows.x(),
+      .topk_ids = ids->integers({tokens, spec.top_k}, "[tokens, top_k]", device, &id_copy),
+      .topk_weights = weights->floats({tokens, spec.top_k}, "[tokens, top_k]", device, &weight_copy)};
+  TensorHandle out = TensorHandle::empty({tokens, spec.hidden}, hidden->dtype(), device);
+  if (tokens != 0)
+    layer->planned(tokens)->run(layer->weights(), inputs, {.hidden = out->mutable_matrix()}, hidden->stream(),
+                                true);
   stack[0] = out.release();
+}
+
+/// What both products have in common, from `weights` on: SymInt weights, SymInt n, Tensor? bias, Tensor?
+/// scales, Tensor? token_scales, ScalarType? dtype.
+TorchValue product(const TensorHandle& x, std::optional<Tensor> offsets, const TorchValue* rest) {
+  const std::optional<TensorHandle> bias = maybe_tensor(rest[2], "bias"),
+                                    scales = maybe_tensor(rest[3], "scales"),
+                                    token_scales = maybe_tensor(rest[4], "token_scales");
+  const std::optional<TorchValue> dtype = maybe(rest[5]);
+  const auto weights = Handled::find<PackedMatrices>(static_cast<std::int64_t>(rest[0]), "weights");
+  const auto view = [](const std::optional<TensorHandle>& t) {
+    return t ? std::optional<Tensor>(**t) : std::nullopt;
+  };
+  const ProductInputs inputs(*weights, *x, std::move(offsets), view(bias), view(scales), view(token_scales));
+  const std::int64_t n = weights->weights().shape().n;
+  if (static_cast<std::int64_t>(rest[1]) != n)
+    invalid(fmt::format("n = {}, but the weights have {} rows", static_cast<std::int64_t>(rest[1]), n));
+  const MatrixView& rows = inputs.get().x;
+  TensorHandle y = TensorHandle::empty(
+      {rows.rows, n},
+      dtype ? to_dtype(static_cast<std::int32_t>(*dtype), "dtype") : inputs.result_type(DType::bf16),
+      weights->device());
+  if (rows.rows != 0) weights->planned(rows)->run(inputs.get(), y->mutable_matrix(), x->stream(), true);
+  return y.release();
+}
+
+/// scaled_mm.packed(Tensor x, ...) -> Tensor
+void scaled_mm_packed(TorchValue* stack) {
+  const TensorHandle x = tensor(stack[0], "x");
+  stack[0] = product(x, std::nullopt, stack + 1);
+}
+
+/// grouped_gemm(Tensor x, Tensor offsets, ...) -> Tensor
+void grouped_gemm(TorchValue* stack) {
+  const TensorHandle x = tensor(stack[0], "x"), offsets = tensor(stack[1], "offsets");
+  stack[0] = product(x, *offsets, stack + 2);
 }
 
 /// quantize_activation(Tensor x, str scheme) -> (Tensor values, Tensor scales, Tensor token_scales)
 void quantize_activation(TorchValue* stack) {
   const TensorHandle x = tensor(stack[0], "x");
   const SchemeId id = to_scheme(string(stack[1]));
-  const MatrixView view = x.matrix();
+  const Device device = x->device();
+  const MatrixView view = x->matrix();
   const ActivationRow row = value(activation_row(id, view.cols));
   const bool two_level = scheme(id).activation.tensor_scale.stored();
-  const std::int32_t u8 = torch.aoti_torch_dtype_uint8();
-  TensorHandle values = TensorHandle::empty({view.rows, row.value_bytes}, u8, x.device());
-  TensorHandle scales = TensorHandle::empty({view.rows, row.scale_bytes}, u8, x.device());
-  TensorHandle token_scales =
-      TensorHandle::empty({two_level ? view.rows : 0}, torch.aoti_torch_dtype_float32(), x.device());
-  if (x.device().kind == Device::Kind::cpu) {
+  TensorHandle values = TensorHandle::empty({view.rows, row.value_bytes}, DType::u8, device);
+  TensorHandle scales = TensorHandle::empty({view.rows, row.scale_bytes}, DType::u8, device);
+  TensorHandle token_scales = TensorHandle::empty({two_level ? view.rows : 0}, DType::f32, device);
+  if (device.kind == Device::Kind::cpu) {
     const QuantizedActivation q = value(gatefold::quantize_activation(id, view));
-    std::memcpy(values.data(), q.values.data(), q.values.size());
-    std::memcpy(scales.data(), q.scales.data(), q.scales.size());
-    std::memcpy(token_scales.data(), q.token_scales.data(), q.token_scales.size() * sizeof(float));
+    std::memcpy(values->data(), q.values.data(), q.values.size());
+    std::memcpy(scales->data(), q.scales.data(), q.scales.size());
+    std::memcpy(token_scales->data(), q.token_scales.data(), q.token_scales.size() * sizeof(float));
   } else if (view.rows != 0) {
-    const cuda::DeviceGuard guard(x.device().index);
+    const cuda::DeviceGuard guard(device.index);
     const TorchMemory workspace(value(cuda::activation_layout(id, view.rows, view.cols)).workspace_bytes,
-                                x.device().index);
+                                device.index);
     check(cuda::quantize_activations(id, {.x = view, .rows = view.rows},
-                                     {.values = values.data(),
-                                      .scales = scales.data(),
-                                      .token_scales = static_cast<float*>(token_scales.data())},
-                                     workspace.bytes(), x.stream()));
+                                     {.values = values->data(),
+                                      .scales = scales->data(),
+                                      .token_scales = reinterpret_cast<float*>(token_scales->data())},
+                                     workspace.bytes(), x->stream()));
   }
   stack[0] = values.release();
   stack[1] = scales.release();
   stack[2] = token_scales.release();
-}
-
-std::vector<std::byte> bytes_of(const TensorHandle& tensor, std::int64_t each = 1) {
-  std::int64_t count = each;
-  for (const std::int64_t size : tensor.shape()) count *= size;
-  const auto* data = static_cast<const std::byte*>(tensor.data());
-  return {data, data + count};
 }
 
 /// scaled_mm(Tensor x, Tensor x_scales, Tensor x_token_scales, Tensor w, Tensor w_scales, str scheme,
@@ -229,35 +229,30 @@ void scaled_mm(TorchValue* stack) {
   const SchemeId id = to_scheme(string(stack[5]));
   double tensor_scale = 0;
   std::memcpy(&tensor_scale, &stack[6], sizeof(tensor_scale));
-  const std::int32_t u8 = torch.aoti_torch_dtype_uint8();
-  for (const TensorHandle* bytes : {&x, &x_scales, &w, &w_scales}) {
-    if (bytes->shape().size() != 2 || bytes->dtype() != u8)
-      bytes->wrong("a contiguous matrix of bytes (uint8)");
-    bytes->expect_shape(bytes->shape(), "bytes").expect_device(Device::cpu());
-  }
+  const auto bytes = [](const TensorHandle& t) -> std::vector<std::byte> {
+    if (t->rank() != 2 || t->dtype() != DType::u8) t->wrong("a matrix of bytes (U8)");
+    t->expect_contiguous();
+    t->expect_device(Device::cpu());
+    return {t->data(), t->data() + t->size(0) * t->size(1)};
+  };
   const Scheme& row = scheme(id);
   if (!row.quantizes_activations()) invalid(fmt::format("{} leaves activations in 16 bit", row.name));
-  if (row.activation.tensor_scale.stored() && x_token_scales.dtype() != torch.aoti_torch_dtype_float32())
-    x_token_scales.wrong("float32");
-  const std::int64_t k = x.shape()[1] * 8 / row.activation.value.bits;
-  QuantizedActivation a{.scheme = id, .rows = x.shape()[0], .k = k};
-  a.values = bytes_of(x);
-  a.scales = bytes_of(x_scales);
+  QuantizedActivation a{.scheme = id, .values = bytes(x), .scales = bytes(x_scales)};
+  a.rows = x->size(0);
+  a.k = x->size(1) * 8 / row.activation.value.bits;
   if (row.activation.tensor_scale.stored()) {
-    x_token_scales.expect_shape({a.rows}, "[rows]").expect_device(Device::cpu());
-    const auto* scales = static_cast<const float*>(x_token_scales.data());
+    const float* scales = x_token_scales->floats({a.rows}, "[rows]", Device::cpu());
     a.token_scales.assign(scales, scales + a.rows);
   }
-  QuantizedMatrix b;
-  b.scheme = id;
-  b.n = w.shape()[0];
-  b.k = k;
-  b.scale_format = row.weight.scale;
-  b.values = bytes_of(w);
-  b.scales = bytes_of(w_scales);
+  QuantizedMatrix b{.scheme = id,
+                    .k = a.k,
+                    .scale_format = row.weight.scale,
+                    .values = bytes(w),
+                    .scales = bytes(w_scales)};
+  b.n = w->size(0);
   if (row.weight.tensor_scale.stored()) b.tensor_scale = {static_cast<float>(tensor_scale), true};
-  TensorHandle y = TensorHandle::empty({a.rows, b.n}, torch.aoti_torch_dtype_float32(), Device::cpu());
-  check(gatefold::scaled_mm(a, b, y.mutable_matrix()));
+  TensorHandle y = TensorHandle::empty({a.rows, b.n}, DType::f32, Device::cpu());
+  check(gatefold::scaled_mm(a, b, y->mutable_matrix()));
   stack[0] = y.release();
 }
 
@@ -283,12 +278,17 @@ void implement(const char* key, std::initializer_list<std::pair<const char*, Tor
 /// Gives torch the kernels. Once; with the GIL.
 void register_torch_kernels() {
   torch = torch_functions();
+  // Products with packed matrices also on the CPU, to say there that they are for GPUs.
   implement("CPU", {{"fused_experts", boxed<fused_experts>},
                     {"quantize_activation", boxed<quantize_activation>},
-                    {"scaled_mm", boxed<scaled_mm>}});
+                    {"scaled_mm", boxed<scaled_mm>},
+                    {"scaled_mm.packed", boxed<scaled_mm_packed>},
+                    {"grouped_gemm", boxed<grouped_gemm>}});
   if (torch.aoti_torch_get_current_cuda_stream != nullptr)
-    implement("CUDA",
-              {{"fused_experts", boxed<fused_experts>}, {"quantize_activation", boxed<quantize_activation>}});
+    implement("CUDA", {{"fused_experts", boxed<fused_experts>},
+                       {"quantize_activation", boxed<quantize_activation>},
+                       {"scaled_mm.packed", boxed<scaled_mm_packed>},
+                       {"grouped_gemm", boxed<grouped_gemm>}});
 }
 
 }  // namespace

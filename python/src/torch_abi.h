@@ -34,11 +34,14 @@ inline constexpr std::uint64_t kTorchVersion = 2ull << 56 | 10ull << 48;
   GATEFOLD_TORCH(std::int32_t, aoti_torch_device_type_cpu, ())                                            \
   GATEFOLD_TORCH(std::int32_t, aoti_torch_device_type_cuda, ())                                           \
   GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_float32, ())                                              \
+  GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_float64, ())                                              \
   GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_float16, ())                                              \
   GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_bfloat16, ())                                             \
   GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_int32, ())                                                \
   GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_int64, ())                                                \
   GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_uint8, ())                                                \
+  GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_int8, ())                                                 \
+  GATEFOLD_TORCH(std::int32_t, aoti_torch_dtype_float8_e4m3fn, ())                                        \
   GATEFOLD_TORCH(TorchError, aoti_torch_delete_tensor_object, (TorchTensor))                              \
   GATEFOLD_TORCH(TorchError, aoti_torch_get_data_ptr, (TorchTensor, void**))                              \
   GATEFOLD_TORCH(TorchError, aoti_torch_get_dim, (TorchTensor, std::int64_t*))                            \

@@ -267,9 +267,10 @@ def bad_calls():
         ("mxfp4 leaves activations in 16 bit", lambda: p.run(x, ids, w, hidden_scales=w)),
         (r"hidden is F32 \[3, 128\], expected U8 \[3, 64\]", lambda: of_fp4(hidden=x)),
         (r"hidden_scales is U8 \[2, 8\], expected U8 \[3, 8\] or F8_E4M3 \[3, 8\]", lambda: of_fp4(scales=q.scales[:2])),
-        ("hidden_token_scales is missing", lambda: of_fp4(token_scales=None)),
+        ("hidden_scales is given without token scales", lambda: of_fp4(token_scales=None)),
         (r"hidden_token_scales is F32 \[2\].*\[3\]", lambda: of_fp4(token_scales=q.token_scales[:2])),
-        (r"hidden_token_scales is I32 \[3\], expected F32", lambda: of_fp4(token_scales=q.token_scales.view(np.int32))),
+        (r"hidden_token_scales is I32, expected F32", lambda: of_fp4(token_scales=q.token_scales.view(np.int32))),
+        ("hidden_token_scales is given without scales", lambda: of_fp4(scales=None)),
         (r"hidden \[3, 64\] has strides", lambda: of_fp4(hidden=np.zeros((3, 128), np.uint8)[:, ::2])),
         ("method = 'magic'", lambda: gatefold.quantize_checkpoint(TINY, "/tmp/none", "mxfp4", method="magic")),
     ]

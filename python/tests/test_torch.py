@@ -101,6 +101,29 @@ def test_products(scheme):
     np.testing.assert_array_equal(ops.scaled_mm(*arguments), gatefold.scaled_mm(direct, w))
 
 
+class Products(torch.nn.Module):
+    def forward(self, x, offsets, codes, scales):
+        return (ops.scaled_mm(x, 7, 64), ops.scaled_mm(codes, 7, 64, scales=scales),
+                ops.grouped_gemm(x, offsets, 7, 32, bias=scales, dtype=torch.float16))
+
+
+def test_products_with_packed_matrices_are_traced():
+    """They run on GPUs alone; elsewhere the types and shapes of their results are known."""
+    x, offsets = tensors(5)[0], torch.zeros(3, dtype=torch.int32)
+    rows = torch.export.Dim("rows", min=2)
+    dynamic = {"x": {0: rows}, "offsets": None, "codes": {0: rows}, "scales": {0: rows}}
+    arguments = (x, offsets, x.to(torch.float8_e4m3fn), torch.ones(5, 1))
+    exported = torch.export.export(Products(), arguments, dynamic_shapes=dynamic)
+    results = [node.meta["val"] for node in exported.graph.output_node().args[0]]
+    assert [result.dtype for result in results] == [torch.float32, torch.bfloat16, torch.float16]
+    assert [result.shape[1] for result in results] == [64, 64, 32]
+    assert all(result.shape[0] == exported_rows(exported) for result in results)
+
+
+def exported_rows(exported):
+    return next(node for node in exported.graph.nodes if node.name == "x").meta["val"].shape[0]
+
+
 def test_compile_export_autocast():
     module = experts()
     call = lambda x, ids, w: module(x * 2, ids, w) + 1
@@ -208,17 +231,19 @@ def test_bad_input():
     module = experts()
     x, ids, w = tensors(3)
     for message, call in [
-        (r"hidden is \[3, 64\]", lambda: module(x[:, :64], ids, w)),
-        (r"topk_ids is \[2, 2\]", lambda: module(x, ids[:2], w)),
+        (r"hidden is F32 \[3, 64\]", lambda: module(x[:, :64], ids, w)),
+        (r"topk_ids is I32 \[2, 2\]", lambda: module(x, ids[:2], w)),
         (r"topk_ids\[0, 0\] = -1", lambda: module(x, ids * 0 - 1, w)),
         ("topk_ids is", lambda: module(x, ids.float(), w)),
         ("hidden is", lambda: module(x.double(), ids, w)),
         ("requires a gradient", lambda: module(x.clone().requires_grad_(), ids, w)),
-        ("not contiguous", lambda: ops.fused_experts(x.t().contiguous().t(), ids, w, module.handle)),
+        (r"hidden \[3, 128\] has strides", lambda: ops.fused_experts(x.t().contiguous().t(), ids, w, module.handle)),
         ("handle of no packed experts", lambda: ops.fused_experts(x, ids, w, 1 << 40)),
         ("inference only", lambda: ops.fused_experts(x.clone().requires_grad_(), ids, w, module.handle).sum().backward()),
         ("no scheme", lambda: ops.quantize_activation(x, "int5")),
         ("x .* expected", lambda: ops.scaled_mm(x, x, w, x, x, "int8_aint8", 1.0)),
+        ("handle of no packed matrices", lambda: ops.scaled_mm(x, 1 << 40, 64)),
+        ("handle of no packed matrices", lambda: ops.grouped_gemm(x, ids, module.handle, 64, bias=w, dtype=torch.float16)),
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
