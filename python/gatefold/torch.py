@@ -3,6 +3,9 @@
     torch.ops.gatefold.fused_experts(hidden, topk_ids, topk_weights, experts) -> Tensor
         hidden [tokens, hidden] f32, f16 or bf16; topk_ids [tokens, top_k] int32 (CPU: or int64); topk_weights
         [tokens, top_k] f32 (CPU: or 16-bit), used as they are; experts: ExpertWeights.handle. The result is like hidden.
+    torch.ops.gatefold.fused_experts(hidden, topk_ids, topk_weights, experts, width, scales, token_scales, dtype=...)
+        The same of hidden states that are quantized already (MoePlan.run's hidden_scales), on a GPU; width: how many columns
+        they have. x in 8 bits and the result are as below.
     torch.ops.gatefold.quantize_activation(x, scheme) -> (values, scales, token_scales)
         x [rows, k] in the codes of the scheme's activation operand: uint8 [rows, ...] and, for two-level operands,
         f32 [rows] (else empty).
@@ -25,6 +28,8 @@ from . import _core
 
 _library = torch.library.Library("gatefold", "DEF")
 _library.define("fused_experts(Tensor hidden, Tensor topk_ids, Tensor topk_weights, SymInt experts) -> Tensor")
+_library.define("fused_experts.quantized(Tensor hidden, Tensor topk_ids, Tensor topk_weights, SymInt experts, SymInt width, "
+                "Tensor scales, Tensor? token_scales=None, *, ScalarType? dtype=None) -> Tensor")
 _library.define("quantize_activation(Tensor x, str scheme) -> (Tensor, Tensor, Tensor)")
 _library.define("scaled_mm(Tensor x, Tensor x_scales, Tensor x_token_scales, Tensor w, Tensor w_scales, str scheme, "
                 "float w_tensor_scale) -> Tensor")
@@ -37,6 +42,11 @@ _core._register_torch_kernels()
 @torch.library.register_fake("gatefold::fused_experts")
 def _(hidden, topk_ids, topk_weights, experts):
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("gatefold::fused_experts.quantized")
+def _(hidden, topk_ids, topk_weights, experts, width, scales, token_scales=None, *, dtype=None):
+    return _product(hidden, width, scales, dtype)
 
 
 @torch.library.register_fake("gatefold::quantize_activation")
@@ -72,7 +82,7 @@ def _no_backward(name):
     torch.library.register_autograd(f"gatefold::{name}", backward)
 
 
-for _name in ("fused_experts", "quantize_activation", "scaled_mm", "scaled_mm.packed", "grouped_gemm"):
+for _name in ("fused_experts", "fused_experts.quantized", "quantize_activation", "scaled_mm", "scaled_mm.packed", "grouped_gemm"):
     _no_backward(_name)
 
 

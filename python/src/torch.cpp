@@ -130,14 +130,29 @@ std::string string(TorchValue value) {
   return copy;
 }
 
-/// fused_experts(Tensor hidden, Tensor topk_ids, Tensor topk_weights, SymInt experts) -> Tensor
-void fused_experts(TorchValue* stack) {
+/// Copies, which borrow.
+std::optional<Tensor> view(const std::optional<TensorHandle>& handle) {
+  return handle ? std::optional<Tensor>(**handle) : std::nullopt;
+}
+
+/// The type of a result: what ScalarType? says, or else `otherwise`.
+DType result_type(const std::optional<TorchValue>& dtype, DType otherwise) {
+  return dtype ? to_dtype(static_cast<std::int32_t>(*dtype), "dtype") : otherwise;
+}
+
+/// What both fused_experts have in common: Tensor hidden, Tensor topk_ids, Tensor topk_weights, SymInt
+/// experts.
+void run_experts(TorchValue* stack, std::optional<std::int64_t> width,
+                 const std::optional<TensorHandle>& scales, const std::optional<TensorHandle>& token_scales,
+                 const std::optional<TorchValue>& dtype) {
   const TensorHandle hidden = tensor(stack[0], "hidden"), ids = tensor(stack[1], "topk_ids"),
                      weights = tensor(stack[2], "topk_weights");
   const auto layer = Handled::find<Layer>(static_cast<std::int64_t>(stack[3]), "experts");
   const MoeSpec& spec = layer->weights().spec();
   const Device device = layer->weights().device();
-  const InputRows rows(*hidden, device, spec.scheme, spec.hidden, {}, {});
+  const InputRows rows(*hidden, device, spec.scheme, spec.hidden, view(scales), view(token_scales));
+  if (width && *width != spec.hidden)
+    invalid(fmt::format("width = {}, but hidden states have {} columns", *width, spec.hidden));
   const std::int64_t tokens = rows.x().rows;
 
   std::vector<std::int32_t> id_copy;
@@ -145,12 +160,28 @@ void fused_experts(TorchValue* stack) {
   const MoeInputs inputs{
       .hidden = rows.x(),
       .topk_ids = ids->integers({tokens, spec.top_k}, "[tokens, top_k]", device, &id_copy),
-      .topk_weights = weights->floats({tokens, spec.top_k}, "[tokens, top_k]", device, &weight_copy)};
-  TensorHandle out = TensorHandle::empty({tokens, spec.hidden}, hidden->dtype(), device);
+      .topk_weights = weights->floats({tokens, spec.top_k}, "[tokens, top_k]", device, &weight_copy),
+      .hidden_scales = rows.scales(),
+      .hidden_token_scales = rows.token_scales()};
+  TensorHandle out =
+      TensorHandle::empty({tokens, spec.hidden}, result_type(dtype, rows.result_type(DType::bf16)), device);
   if (tokens != 0)
     layer->planned(tokens)->run(layer->weights(), inputs, {.hidden = out->mutable_matrix()}, hidden->stream(),
                                 true);
   stack[0] = out.release();
+}
+
+/// fused_experts(Tensor hidden, Tensor topk_ids, Tensor topk_weights, SymInt experts) -> Tensor
+void fused_experts(TorchValue* stack) {
+  run_experts(stack, {}, {}, {}, {});
+}
+
+/// fused_experts.quantized(..., SymInt width, Tensor scales, Tensor? token_scales, ScalarType? dtype) ->
+/// Tensor
+void fused_experts_quantized(TorchValue* stack) {
+  const std::optional<TensorHandle> scales = tensor(stack[5], "scales"),
+                                    token_scales = maybe_tensor(stack[6], "token_scales");
+  run_experts(stack, static_cast<std::int64_t>(stack[4]), scales, token_scales, maybe(stack[7]));
 }
 
 /// What both products have in common, from `weights` on: SymInt weights, SymInt n, Tensor? bias, Tensor?
@@ -161,18 +192,13 @@ TorchValue product(const TensorHandle& x, std::optional<Tensor> offsets, const T
                                     token_scales = maybe_tensor(rest[4], "token_scales");
   const std::optional<TorchValue> dtype = maybe(rest[5]);
   const auto weights = Handled::find<PackedMatrices>(static_cast<std::int64_t>(rest[0]), "weights");
-  const auto view = [](const std::optional<TensorHandle>& t) {
-    return t ? std::optional<Tensor>(**t) : std::nullopt;
-  };
   const ProductInputs inputs(*weights, *x, std::move(offsets), view(bias), view(scales), view(token_scales));
   const std::int64_t n = weights->weights().shape().n;
   if (static_cast<std::int64_t>(rest[1]) != n)
     invalid(fmt::format("n = {}, but the weights have {} rows", static_cast<std::int64_t>(rest[1]), n));
   const MatrixView& rows = inputs.get().x;
-  TensorHandle y = TensorHandle::empty(
-      {rows.rows, n},
-      dtype ? to_dtype(static_cast<std::int32_t>(*dtype), "dtype") : inputs.result_type(DType::bf16),
-      weights->device());
+  TensorHandle y = TensorHandle::empty({rows.rows, n}, result_type(dtype, inputs.result_type(DType::bf16)),
+                                       weights->device());
   if (rows.rows != 0) weights->planned(rows)->run(inputs.get(), y->mutable_matrix(), x->stream(), true);
   return y.release();
 }
@@ -278,17 +304,16 @@ void implement(const char* key, std::initializer_list<std::pair<const char*, Tor
 /// Gives torch the kernels. Once; with the GIL.
 void register_torch_kernels() {
   torch = torch_functions();
-  // Products with packed matrices also on the CPU, to say there that they are for GPUs.
-  implement("CPU", {{"fused_experts", boxed<fused_experts>},
-                    {"quantize_activation", boxed<quantize_activation>},
-                    {"scaled_mm", boxed<scaled_mm>},
-                    {"scaled_mm.packed", boxed<scaled_mm_packed>},
-                    {"grouped_gemm", boxed<grouped_gemm>}});
-  if (torch.aoti_torch_get_current_cuda_stream != nullptr)
-    implement("CUDA", {{"fused_experts", boxed<fused_experts>},
-                       {"quantize_activation", boxed<quantize_activation>},
-                       {"scaled_mm.packed", boxed<scaled_mm_packed>},
-                       {"grouped_gemm", boxed<grouped_gemm>}});
+  // What is for GPUs is here for the CPU as well, to say so.
+  const std::initializer_list<std::pair<const char*, TorchKernel>> everywhere = {
+      {"fused_experts", boxed<fused_experts>},
+      {"fused_experts.quantized", boxed<fused_experts_quantized>},
+      {"quantize_activation", boxed<quantize_activation>},
+      {"scaled_mm.packed", boxed<scaled_mm_packed>},
+      {"grouped_gemm", boxed<grouped_gemm>}};
+  implement("CPU", everywhere);
+  implement("CPU", {{"scaled_mm", boxed<scaled_mm>}});
+  if (torch.aoti_torch_get_current_cuda_stream != nullptr) implement("CUDA", everywhere);
 }
 
 }  // namespace

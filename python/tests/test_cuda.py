@@ -165,6 +165,9 @@ def test_hidden_states_that_are_quantized(scheme):
         q = gatefold.quantize_activation(x[rows], scheme)
         y = plan.run(q.values, ids[rows], w[rows], hidden_scales=q.scales, hidden_token_scales=q.token_scales)
         assert y.dtype == torch.bfloat16 and torch.equal(y, plan.run(x[rows], ids[rows], w[rows]))
+        arguments = (q.values, ids[rows], w[rows], plan.experts.handle, x.shape[1], q.scales, q.token_scales)
+        assert torch.equal(ops.fused_experts(*arguments), y)
+        assert torch.equal(ops.fused_experts(*arguments, dtype=torch.float32).bfloat16(), y)
 
 
 N, K = 192, 256
@@ -268,6 +271,37 @@ def test_products_in_streams_and_graphs():
         assert torch.equal(plan.grouped_gemm(x, offsets), y)
 
 
+@pytest.mark.parametrize("scheme", ["int4_g128", "fp8_channel_afp8", "nvfp4_anvfp4"])
+def test_products_as_operators(scheme):
+    pack = lambda count, **options: gatefold.LinearWeights.pack(matrices(scheme, count), **options)
+    many, one, x, offsets = pack(3), pack(1), rows(9), ints(0, 4, 4, 9)
+    bias, create = torch.randn(3, N, device="cuda"), gatefold.LinearPlan.create
+    grouped = lambda x, offsets: ops.grouped_gemm(x * 2, offsets, many.handle, N, bias=bias, dtype=torch.float32) + 1
+    assert torch.equal(ops.scaled_mm(x, one.handle, N), create(one).scaled_mm(x))
+    assert torch.equal(ops.scaled_mm(x.half(), one.publish(scheme), N), create(one, act_dtype="f16").scaled_mm(x.half()))
+    sums = torch.empty(9, N, device="cuda")
+    assert torch.equal(grouped(x, offsets), create(many).grouped_gemm(x * 2, offsets, bias=bias, out=sums) + 1)
+    torch.library.opcheck(ops.scaled_mm.packed, (x, one.handle, N))
+    torch.library.opcheck(ops.grouped_gemm.default, (x, offsets, many.handle, N, bias), {"dtype": torch.float32})
+    for options in ({"dynamic": True}, {"mode": "reduce-overhead"}):
+        compiled = torch.compile(grouped, fullgraph=True, **options)
+        for _ in range(3):
+            assert torch.equal(compiled(x, offsets), grouped(x, offsets))
+    gatefold.torch.debug()
+    try:
+        assert torch.equal(ops.scaled_mm(x, one.handle, N), create(one).scaled_mm(x))
+    finally:
+        gatefold.torch.debug(False)
+    invariant = pack(3, batch_invariant=True)
+    together = ops.grouped_gemm(x, offsets, invariant.handle, N)
+    assert torch.equal(ops.grouped_gemm(x[4:], ints(0, 0, 0, 5), invariant.handle, N), together[4:])
+    if scheme != "int4_g128":
+        q = gatefold.quantize_activation(x, scheme)
+        arguments = (q.values, one.handle, N, None, q.scales, q.token_scales)
+        torch.library.opcheck(ops.scaled_mm.packed, arguments)
+        assert torch.equal(ops.scaled_mm(*arguments), ops.scaled_mm(x, one.handle, N))
+
+
 def test_linear_weights():
     packed = gatefold.LinearWeights.pack(iter(matrices("int4_g128")), device="cuda:0")
     assert (packed.scheme, packed.matrices, packed.n, packed.k, packed.device) == ("int4_g128", 3, N, K, "cuda:0")
@@ -314,6 +348,20 @@ def test_bad_products():
     ]:
         with pytest.raises(gatefold.Error, match=message):
             call()
+    handle = plan.weights.handle
+    for message, call in [
+        ("x is on the CPU, expected GPU 0", lambda: ops.grouped_gemm(x.cpu(), offsets.cpu(), handle, N)),
+        ("offsets is I64, expected I32 on a GPU", lambda: ops.grouped_gemm(x, offsets.long(), handle, N)),
+        ("n = 5, but the weights have 192 rows", lambda: ops.grouped_gemm(x, offsets, handle, 5)),
+        ("scaled_mm is of one matrix, but the weights are 3", lambda: ops.scaled_mm(x, handle, N)),
+        ("handle of no packed experts", lambda: ops.fused_experts(x, offsets, y, handle)),
+        ("inference only", lambda: ops.grouped_gemm(x.clone().requires_grad_(), offsets, handle, N).sum().backward()),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    del plan
+    with pytest.raises(RuntimeError, match="handle of no packed matrices"):
+        ops.grouped_gemm(x, offsets, handle, N)
 
 
 def test_ids_out_of_range():

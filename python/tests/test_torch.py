@@ -104,7 +104,8 @@ def test_products(scheme):
 class Products(torch.nn.Module):
     def forward(self, x, offsets, codes, scales):
         return (ops.scaled_mm(x, 7, 64), ops.scaled_mm(codes, 7, 64, scales=scales),
-                ops.grouped_gemm(x, offsets, 7, 32, bias=scales, dtype=torch.float16))
+                ops.grouped_gemm(x, offsets, 7, 32, bias=scales, dtype=torch.float16),
+                ops.fused_experts(codes, offsets, scales, 7, 64, scales))
 
 
 def test_products_with_packed_matrices_are_traced():
@@ -115,8 +116,8 @@ def test_products_with_packed_matrices_are_traced():
     arguments = (x, offsets, x.to(torch.float8_e4m3fn), torch.ones(5, 1))
     exported = torch.export.export(Products(), arguments, dynamic_shapes=dynamic)
     results = [node.meta["val"] for node in exported.graph.output_node().args[0]]
-    assert [result.dtype for result in results] == [torch.float32, torch.bfloat16, torch.float16]
-    assert [result.shape[1] for result in results] == [64, 64, 32]
+    assert [result.dtype for result in results] == [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
+    assert [result.shape[1] for result in results] == [64, 64, 32, 64]
     assert all(result.shape[0] == exported_rows(exported) for result in results)
 
 
@@ -228,8 +229,9 @@ def test_moving():
 
 
 def test_bad_input():
-    module = experts()
+    module, of_codes = experts(), experts("fp8_channel_afp8")
     x, ids, w = tensors(3)
+    codes, scales = x.to(torch.float8_e4m3fn), torch.ones(3, 1)
     for message, call in [
         (r"hidden is F32 \[3, 64\]", lambda: module(x[:, :64], ids, w)),
         (r"topk_ids is I32 \[2, 2\]", lambda: module(x, ids[:2], w)),
@@ -243,6 +245,9 @@ def test_bad_input():
         ("no scheme", lambda: ops.quantize_activation(x, "int5")),
         ("x .* expected", lambda: ops.scaled_mm(x, x, w, x, x, "int8_aint8", 1.0)),
         ("handle of no packed matrices", lambda: ops.scaled_mm(x, 1 << 40, 64)),
+        ("width = 64, but hidden states have 128", lambda: ops.fused_experts(codes, ids, w, of_codes.handle, 64, scales)),
+        ("hidden_scales are for GPUs only", lambda: ops.fused_experts(codes, ids, w, of_codes.handle, HIDDEN, scales)),
+        (r"scales is F32 \[2, 1\]", lambda: ops.fused_experts(codes, ids, w, of_codes.handle, HIDDEN, scales[:2])),
         ("handle of no packed matrices", lambda: ops.grouped_gemm(x, ids, module.handle, 64, bias=w, dtype=torch.float16)),
     ]:
         with pytest.raises(RuntimeError, match=message):
