@@ -297,17 +297,23 @@ nb::object Tensor::make(std::initializer_list<std::int64_t> shape, DType dtype) 
     invalid(fmt::format(
         "{} is of {}, whose tensors cannot be made here: give `out`, or those of numpy, torch or cupy", name_,
         package));
-  static auto& modules = *new std::map<std::string, nb::object>;  // looked up once, as long as the process
-  nb::object& module = modules[package];
-  if (!module.is_valid()) module = nb::module_::import_(package.c_str());
-  if (dtype == dtype_ && has_shape(shape)) return module.attr("empty_like")(object_);
-  const nb::object type = nb::getattr(module, numpy_name(dtype), nb::none());
+  struct Library {
+    nb::object module, empty_like;
+  };
+  static auto& libraries = *new std::map<std::string, Library>;  // looked up once, as long as the process
+  Library& library = libraries[package];
+  if (!library.empty_like.is_valid()) {
+    library.module = nb::module_::import_(package.c_str());
+    library.empty_like = library.module.attr("empty_like");
+  }
+  if (dtype == dtype_ && has_shape(shape)) return library.empty_like(object_);
+  const nb::object type = nb::getattr(library.module, numpy_name(dtype), nb::none());
   if (type.is_none())
     invalid(fmt::format("{} has no {} for results: give `out`", package, gatefold::name(dtype)));
   nb::list sizes;
   for (const std::int64_t size : shape) sizes.append(size);
   if (torch_) return object_.attr("new_empty")(sizes, "dtype"_a = type);
-  return module.attr("empty")(sizes, "dtype"_a = type);
+  return library.module.attr("empty")(sizes, "dtype"_a = type);
 }
 
 void Tensor::wait() const {

@@ -275,8 +275,8 @@ def test_products_in_streams_and_graphs():
 def test_products_as_operators(scheme):
     pack = lambda count, **options: gatefold.LinearWeights.pack(matrices(scheme, count), **options)
     many, one, x, offsets = pack(3), pack(1), rows(9), ints(0, 4, 4, 9)
-    bias, create = torch.randn(3, N, device="cuda"), gatefold.LinearPlan.create
-    grouped = lambda x, offsets: ops.grouped_gemm(x * 2, offsets, many.handle, N, bias=bias, dtype=torch.float32) + 1
+    bias, handle, create = torch.randn(3, N, device="cuda"), many.handle, gatefold.LinearPlan.create
+    grouped = lambda x, offsets: ops.grouped_gemm(x * 2, offsets, handle, N, bias=bias, dtype=torch.float32) + 1
     assert torch.equal(ops.scaled_mm(x, one.handle, N), create(one).scaled_mm(x))
     assert torch.equal(ops.scaled_mm(x.half(), one.publish(scheme), N), create(one, act_dtype="f16").scaled_mm(x.half()))
     sums = torch.empty(9, N, device="cuda")
