@@ -12,8 +12,8 @@ interpreter. Each call of a plan has a workspace of its own, kept for later call
 first call cannot use the package (Unsupported): start it with multiprocessing's method "spawn".
 """
 from ._core import (Activation, BadFile, ConvertReport, Error, ExpertWeights, InternalError, InvalidArgument, IoError,
-                    LinearPlan, LinearWeights, MoePlan, MoeSpec, QuantizedActivation, QuantizedMatrix, Routing, Scheme, Unsupported,
-                    __version__, grouped_gemm, has_cuda, load_experts, pack, quantize, quantize_activation,
+                    LinearPlan, LinearWeights, MoePlan, MoeSpec, QuantizedActivation, QuantizedMatrix, Routing, Scheme,
+                    Unsupported, __version__, grouped_gemm, has_cuda, load_experts, pack, quantize, quantize_activation,
                     quantize_checkpoint, scaled_mm, schemes)
 
 __all__ = [name for name in dir() if not name.startswith("_")]

