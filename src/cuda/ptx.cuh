@@ -193,9 +193,8 @@ __device__ __forceinline__ void copy_bulk_once(void* shared, const void* global,
 __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& tensor, int column, int row,
                                          std::uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], "
-      "[%4];" ::"r"(shared_address(shared)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(shared)),
       "l"(&tensor), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
