@@ -1,25 +1,25 @@
 #include "cuda/tensor_map.h"
 
+#include "cuda/dynamic_library.h"
+
 namespace gatefold::cuda {
 namespace {
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
+using Encode = decltype(cuTensorMapEncodeTiled);
 
 /// Of the driver, which is not linked; nullptr if it has none.
-Encode encode_function() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  if (cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result) != cudaSuccess ||
-      result != cudaDriverEntryPointSuccess)
-    return nullptr;
-  return reinterpret_cast<Encode>(found);
+Encode* encode_function() {
+  Encode* function = nullptr;
+  if (Result<DynamicLibrary> driver = DynamicLibrary::open("libcuda.so.1"))
+    driver->find("cuTensorMapEncodeTiled", function);
+  return function;
 }
 
 }  // namespace
 
 cudaError_t make_row_boxes(const void* rows, std::int64_t row_bytes, std::int64_t count, int box_rows,
                            CUtensorMap* map) {
-  static const Encode encode = encode_function();
+  static Encode* const encode = encode_function();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(count)},
                    strides[1] = {static_cast<cuuint64_t>(row_bytes)};
