@@ -32,9 +32,8 @@ std::string refuses(SchemeId id, const Operand& activation) {
   return {};
 }
 
-/// Of GemmInputs, of several matrices: many have fewer rows than an item, and such a box, of 4 KB, is large
-/// enough to be fast.
-constexpr int kGroupBoxRows = 32;
+/// Of GemmInputs: such a box, of 4 KB, is as fast as larger ones.
+constexpr int kBoxRows = 32;
 
 /// Of one matrix: several items, as few as will do, have about as many rows each.
 int rows_of_item(const GemmKernel& kernel, std::int32_t rows) {
@@ -266,10 +265,9 @@ Status LinearPlan::State::make_rows(const LinearWeights::State& weights, const L
     args->routed_early = !grouped;  // else the kernel before has cut items
     if (!in_order) return {};
     args->inputs.row_bytes = in.x.cols;
-    args->inputs.box_rows = grouped ? kGroupBoxRows : std::min(kernel.tokens, (args->slots + 7) / 8 * 8);
+    args->inputs.box_rows = kBoxRows;
     if (has_row_scales(activation)) args->inputs.row_scales = static_cast<const float*>(in.scales);
     if (!has_record_scales(activation)) return {};
-    args->routed_early = true;
     return cuda::check(launch_record_scales(inputs, stream), "order scales of rows");
   }
   // Which group a row is of matters only in tiles, and where groups have scales of their own.
