@@ -55,6 +55,11 @@ RIVALS = {
 RIVALS["W8A8, fast"] = RIVALS["W8A8"]
 
 
+def many_schemes(layer):
+    """With 64 tokens and more. (gpt-oss' widths are no multiples of 128.)"""
+    return [*LAYERS[layer][2], FAST] if layer == "gpt-oss-120b" else MANY
+
+
 def bar(floor, scheme, bits, tokens, experts, top_k):
     """us, or None: there is no bar for 16-bit weights, nor for sums of fewer bits."""
     if bits > 9 or scheme == FAST:
@@ -129,7 +134,7 @@ def main():
         if arguments.quick and layer not in QUICK or arguments.many and "," in layer:
             continue
         if arguments.many:
-            schemes = [*schemes, FAST] if layer == "gpt-oss-120b" else MANY
+            schemes = many_schemes(layer)
         for scheme in QUICK[layer] if arguments.quick else schemes:
             name, *options = scheme.split()
             done = tool("bench", "--backend", "cuda", "--shape" if "," in layer else "--model", layer, "--scheme", name,

@@ -222,6 +222,7 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
   Fragments<T> fragments[2];
   StageRecords<T> records;
   const int steps = reduced_in_warp(multiply_of<T>(chain, next).steps);
+  at = reduced_in_warp(at);  // so that descriptors are made where multiplies take them from
   const auto release_weights = [&] {
     if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
     at.weights.advance(stages.weights);
@@ -238,7 +239,7 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
       if (of_inputs == 0) wait_barrier(inputs_full, at.inputs.parity);
       const std::byte* const rows = memory + at.inputs.index * stages.input_bytes;
       const std::uint32_t columns =
-          add_bytes(swizzled_rows(reduced_in_warp(shared_address(rows))), of_inputs * 2 * stages.half);
+          add_bytes(swizzled_rows(shared_address(rows)), of_inputs * 2 * stages.half);
       const Descriptor halves[2] = {descriptor(columns), descriptor(add_bytes(columns, stages.half))};
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
