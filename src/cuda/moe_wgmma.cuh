@@ -222,7 +222,7 @@ requires(!T::bytes && T::units == 1) __device__ __forceinline__ Tile
   Fragments<T> fragments[2];
   StageRecords<T> records;
   const int steps = reduced_in_warp(multiply_of<T>(chain, next).steps);
-  at = reduced_in_warp(at);  // so that descriptors are made where multiplies take them from
+  at = reduced_in_warp(at);  // descriptors follow from it: no copies for each step
   const auto release_weights = [&] {
     if (lane == 0) arrive(barriers.weights_full + at.weights.index * 8 + barriers.empty);
     at.weights.advance(stages.weights);
