@@ -51,7 +51,7 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
            : kernel.tokens < kMostTokensOfTile  ? Costs{490, 4.5, 21}
                                                 : Costs{490, 4.0, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 110} : Costs{745, 21.7, 111};
-  if (bits == 8) return few ? Costs{1100, 16.2, 34, 1, 20000} : Costs{903, 18.6, 100};
+  if (bits == 8) return few ? Costs{1100, 16.2, 34, 1, 20000} : Costs{903, 18.6, 75};
   return few ? Costs{800, 16.6, 45, 1, 8000} : Costs{800, 16.5, 57};
 }
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
