@@ -5,12 +5,12 @@ Runs `gatefold tune` (into a file that is thrown away). A line for each choice t
 or more; then how many times as long as the best candidate choices take, in the geometric mean and at worst.
 """
 import argparse
-import json
-import math
+import statistics
 import subprocess
+import sys
 import tempfile
 
-from gpu_table import LAYERS
+from gpu_table import LAYERS, run
 
 
 def main():
@@ -19,21 +19,19 @@ def main():
     parser.add_argument("--layers", default=",".join(layer for layer in LAYERS if "," not in layer))
     parser.add_argument("--schemes", help="all that fit, if not given")
     parser.add_argument("--tokens", default="1,4,16,64,128,512,2048,4096")
-    parser.add_argument("--weight-bytes", default="300MB", help="of gatefold tune")
     arguments = parser.parse_args()
 
-    def tool(*command):
-        return json.loads(subprocess.run([arguments.tool, *command, "--json"], capture_output=True, check=True).stdout)
-
-    schemes = arguments.schemes.split(",") if arguments.schemes else [row["name"] for row in tool("schemes")["schemes"]]
+    schemes = arguments.schemes.split(",") if arguments.schemes else [
+        row["name"] for row in run(arguments.tool, "schemes")["schemes"]
+    ]
     losses = []
     print("| layer | scheme | tokens | chosen | us | best | us | times |\n|---|---|---:|---|---:|---|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         for layer in arguments.layers.split(","):
             for scheme in schemes:
                 try:
-                    rows = tool("tune", "--backend", "cuda", "--model", layer, "--scheme", scheme, "--tokens",
-                                arguments.tokens, "--weight-bytes", arguments.weight_bytes, "-o", f"{folder}/tuning.json")
+                    rows = run(arguments.tool, "tune", "--backend", "cuda", "--model", layer, "--scheme", scheme, "--tokens",
+                               arguments.tokens, "--weight-bytes", "300MB", "-o", f"{folder}/tuning.json")
                 except subprocess.CalledProcessError as error:  # as a scheme that these widths do not fit
                     print(f"{layer}, {scheme}: {error.stderr.decode().strip()}", flush=True)
                     continue
@@ -43,9 +41,10 @@ def main():
                     if losses[-1] >= 1.03:
                         print(f"| {layer} | `{scheme}` | {row['tokens']} | {row['default']} | {row['us_default']:.1f} | "
                               f"{best['tuning']} | {best['us']:.1f} | {losses[-1]:.3f} |", flush=True)
-    if losses:
-        mean = math.exp(sum(map(math.log, losses)) / len(losses))
-        print(f"\n{len(losses)} choices: {mean:.3f} times the best candidate's time in the mean, {max(losses):.3f} at worst.")
+    if not losses:
+        sys.exit("No choice was measured.")
+    print(f"\n{len(losses)} choices: {statistics.geometric_mean(losses):.3f} times the best candidate's time in the mean, "
+          f"{max(losses):.3f} at worst.")
 
 
 if __name__ == "__main__":

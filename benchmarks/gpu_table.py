@@ -55,6 +55,11 @@ RIVALS = {
 RIVALS["W8A8, fast"] = RIVALS["W8A8"]
 
 
+def run(tool, *command):
+    """What a command of gatefold says in JSON."""
+    return json.loads(subprocess.run([tool, *command, "--json"], capture_output=True, check=True).stdout)
+
+
 def many_schemes(layer):
     """With 64 tokens and more. (gpt-oss' widths are no multiples of 128.)"""
     return [*LAYERS[layer][2], FAST] if layer == "gpt-oss-120b" else MANY
@@ -122,10 +127,7 @@ def main():
     parser.add_argument("--json", help="where all rows of gatefold bench go")
     arguments = parser.parse_args()
 
-    def tool(*command):
-        return json.loads(subprocess.run([arguments.tool, *command, "--json"], capture_output=True, check=True).stdout)
-
-    bits = {row["name"]: row["bits_per_weight"] for row in tool("schemes")["schemes"]}
+    bits = {row["name"]: row["bits_per_weight"] for row in run(arguments.tool, "schemes")["schemes"]}
     tokens = MANY_TOKENS if arguments.many else TOKENS[::3] if arguments.quick else TOKENS
     ways = ["ids"] if arguments.many else ["ids", "logits"]
     rows, within, bars = [], 0, 0
@@ -137,9 +139,9 @@ def main():
             schemes = many_schemes(layer)
         for scheme in QUICK[layer] if arguments.quick else schemes:
             name, *options = scheme.split()
-            done = tool("bench", "--backend", "cuda", "--shape" if "," in layer else "--model", layer, "--scheme", name,
-                        *options, "--tokens", ",".join(map(str, tokens)), "--from", ",".join(ways),
-                        "--weight-bytes", arguments.weight_bytes)["rows"]
+            done = run(arguments.tool, "bench", "--backend", "cuda", "--shape" if "," in layer else "--model", layer,
+                       "--scheme", name, *options, "--tokens", ",".join(map(str, tokens)), "--from", ",".join(ways),
+                       "--weight-bytes", arguments.weight_bytes)["rows"]
             rows += [{"layer": layer, **row, "scheme": scheme} for row in done]
             floors = {row["tokens"]: row["us_floor"] for row in done if row["from"] == "ids"}
             limits = {t: bar(floors[t], scheme, bits[name], t, experts, top_k) for t in tokens}
