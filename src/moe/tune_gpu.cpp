@@ -31,8 +31,9 @@ Result<TuneRow> tune_row_on_gpu(const SyntheticLayers& layers, int tokens, const
   std::vector<std::vector<double>> times(plans.size());
   for (int round = 0; round < kRounds; ++round)
     for (std::size_t i = 0; i < plans.size(); ++i) {
+      // Else those that are timed later would be slower: candidates before them have heated the device.
       const auto some =
-          timer->replayed([&](cuda::Stream stream) { return calls->run(plans[i], stream); }, kReplays);
+          timer->rested([&](cuda::Stream stream) { return calls->run(plans[i], stream); }, kReplays);
       if (!some) return some.status();
       for (const double us : *some) times[i].push_back(us / static_cast<double>(calls->count()));
     }
