@@ -127,6 +127,11 @@ inline double relative_l2(const std::vector<float>& a, const std::vector<double>
   return norm == 0 ? std::sqrt(error) : std::sqrt(error / norm);
 }
 
+/// From one value of an activation format to the next, beside the values.
+inline double step_of(const Operand& activation) {
+  return activation.value.is_integer() ? 1.0 / 32 : std::exp2(-activation.value.mantissa_bits);
+}
+
 /// Error that f32 sums and one more rounding of the intermediate may make. u: relative error of a sum of k
 /// terms of random sign. A value within u of a rounding boundary of the activation format may fall on the
 /// other side, which happens to a share u / step of the values and moves each by step. Where activations are
@@ -139,8 +144,7 @@ inline double tolerance(const MoeSpec& spec, const PlanOptions& options) {
   if (!activation.value.stored()) return 2 * u;
   const Format weight = scheme(spec.scheme).weight.value;
   if ((weight.is_integer() || weight.bits == 4) && activation.value.bits == 16) u += std::exp2(-17);
-  const double step = activation.value.is_integer() ? 1.0 / 32 : std::exp2(-activation.value.mantissa_bits);
-  return 2 * (u + std::sqrt(u * step));
+  return 2 * (u + std::sqrt(u * step_of(activation)));
 }
 
 }  // namespace gatefold

@@ -13,6 +13,10 @@ template <Format F>
 struct FormatTag {
   static constexpr Format format = F;
 };
+/// The same with names that are short in those of kernels, of which device code has fourteen copies.
+struct F32 : FormatTag<formats::f32> {};
+struct F16 : FormatTag<formats::f16> {};
+struct Bf16 : FormatTag<formats::bf16> {};
 
 /// How memory is read. read_only: nothing writes it while the kernel runs, or before that waits for the one
 /// before it. once: it leaves the caches first.

@@ -335,9 +335,11 @@ __global__ void __launch_bounds__(kThreads) record_scales_kernel(const InputArgs
       args.record_scales[std::int64_t{record} * args.tile_rows + i] = from[record];
 }
 
-template <Format F>
-struct Plain {
-  static constexpr Operand operand = operands::plain(F);
+struct PlainBf16 {
+  static constexpr Operand operand = operands::plain(formats::bf16);
+};
+struct PlainF16 {
+  static constexpr Operand operand = operands::plain(formats::f16);
 };
 
 /// How rows are shared out. Where there are many, few threads have a row, and a block has several.
@@ -404,17 +406,16 @@ cudaError_t launch_rows(const InputArgs& args, cudaStream_t stream) {
           args.order.bytes != 0 ? codes_kernel<Activation, bytes> : codes_kernel<Activation, false>, args, 1,
           stream);
     }
-  if (args.x.dtype == DType::bf16) return launch_rows<Activation, FormatTag<formats::bf16>>(args, stream);
-  if (args.x.dtype == DType::f16) return launch_rows<Activation, FormatTag<formats::f16>>(args, stream);
-  return launch_rows<Activation, FormatTag<formats::f32>>(args, stream);
+  if (args.x.dtype == DType::bf16) return launch_rows<Activation, Bf16>(args, stream);
+  if (args.x.dtype == DType::f16) return launch_rows<Activation, F16>(args, stream);
+  return launch_rows<Activation, F32>(args, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_inputs(const InputArgs& args, cudaStream_t stream) {
-  if (args.activation == Plain<formats::bf16>::operand)
-    return launch_rows<Plain<formats::bf16>>(args, stream);
-  if (args.activation == Plain<formats::f16>::operand) return launch_rows<Plain<formats::f16>>(args, stream);
+  if (args.activation == PlainBf16::operand) return launch_rows<PlainBf16>(args, stream);
+  if (args.activation == PlainF16::operand) return launch_rows<PlainF16>(args, stream);
   cudaError_t error = cudaErrorInvalidValue;
   for_each_scheme([&]<class S>() {
     constexpr Operand a = S::scheme.activation;

@@ -19,7 +19,7 @@ struct FfnBuffers {
   SchemeId scheme = SchemeId::bf16;
   std::int64_t intermediate = 0;
   InputBuffers in, mid;
-  Buffer<float> mid_sums;  // [rows, I], if the intermediate is quantized by a kernel of its own
+  Buffer<float> mid_sums;  // [rows, I], or bf16, if the intermediate is quantized by a kernel of its own
   Buffer<float> out;       // [rows, H], or bf16, of which two parts have as much room
 
   FfnBuffers() = default;
@@ -134,7 +134,7 @@ class LayerRun {
     if (second.bias == nullptr && slots_dtype() == DType::bf16) parts_ = plan_.routed.parts(tokens_);
     second.parts = parts_;
     second.steps /= parts_;
-    InputArgs rounding = round_mid(b_.routed, slots_, with_static(), down);
+    InputArgs rounding = round_mid(b_.routed, slots_, with_static(), first.out_dtype, down);
     const bool are_codes = gate_up.rounds || first.static_scales != nullptr;
     if (gate_up.finds_amax && !with_static() && rounding.activation.group.n == 0) {
       first.out_amax = rounding.amax = reinterpret_cast<float*>(b_.progress.at(base_) + kProgressAmax);
@@ -325,6 +325,7 @@ class LayerRun {
     } else if (a.quantized()) {
       args.out = ffn.mid_sums.at(base_);
       args.out_stride = ffn.intermediate;
+      args.out_dtype = kernel.narrow_rows ? DType::bf16 : DType::f32;
     } else {
       args.out = ffn.mid.rows.at(base_);
       args.out_stride = ffn.mid.stride;
@@ -350,10 +351,10 @@ class LayerRun {
     return args;
   }
 
-  /// From what gate and up leave, if it is to be rounded.
-  InputArgs round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static,
+  /// From what gate and up leave, in this type, if it is to be rounded.
+  InputArgs round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static, DType dtype,
                       const GemmKernel& down) const {
-    InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), DType::f32, count, ffn.intermediate}, count,
+    InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), dtype, count, ffn.intermediate}, count,
                                  down.order(ffn.scheme));
     mid.start_next_early = true;
     if (&ffn == &b_.routed && tiled()) {  // where experts lie one after the other
@@ -374,10 +375,12 @@ class LayerRun {
     const GemmKernel gate_up = choice.kernel(weights_.shared_gate_up.wide),
                      down = choice.kernel(weights_.shared_down.wide);
     then("round shared inputs", launch_inputs, hidden(ffn, tokens_, gate_up), stream_);
-    then("multiply by the shared gate and up", launch_gemm, gate_up,
-         gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up), nullptr, multiprocessors(), stream_);
+    const GemmArgs first = gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up);
+    then("multiply by the shared gate and up", launch_gemm, gate_up, first, nullptr, multiprocessors(),
+         stream_);
     if (ffn.mid.activation.quantized() && !gate_up.rounds)
-      then("round the shared intermediate", launch_inputs, round_mid(ffn, tokens_, false, down), stream_);
+      then("round the shared intermediate", launch_inputs,
+           round_mid(ffn, tokens_, false, first.out_dtype, down), stream_);
     then("multiply by the shared down", launch_gemm, down,
          gemm(ffn, weights_.shared_down, GemmKind::down, down), nullptr, multiprocessors(), stream_);
   }

@@ -194,6 +194,7 @@ struct GemmKernel {
   bool tiled = false;
   bool rounds = false;           ///< gate and up leave codes with scales of records, not sums
   bool rounds_static = false;    ///< gate and up leave codes by GemmArgs::static_scales, if there are any
+  bool narrow_rows = false;      ///< gate and up leave bf16, not f32, where that is then rounded
   bool finds_amax = false;       ///< GemmArgs::out_amax
   bool reads_codes = false;      ///< GemmInputs::box_rows
   bool counts = false;           ///< launches of one multiply have a counter, by which blocks take tiles

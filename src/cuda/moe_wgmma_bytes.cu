@@ -39,6 +39,7 @@ GemmKernel kernel_of() {
           .tiled = true,
           .rounds = T::rounds_channels,
           .rounds_static = leaves_codes<T>,
+          .narrow_rows = leaves_narrow_rows<T>,
           .finds_amax = T::of_tensors,
           .reads_codes = T::reads_codes,
           .counts = T::counts && !T::few,

@@ -11,7 +11,7 @@
 
 #include "cuda/moe_wgmma_activation.cuh"
 #include "cuda/moe_wgmma_codes.cuh"
-#include "cuda/moe_wgmma_ring.cuh"
+#include "cuda/moe_wgmma_ends.cuh"
 #include "cuda/rounding.cuh"
 
 namespace gatefold::cuda {
@@ -30,74 +30,6 @@ struct UnitResult {
 /// The same of a tile: of a warp's units.
 template <class T>
 using TileResult = UnitResult<T>[T::units];
-
-/// Scales of a tile's tokens, or nullptr; and of the rows of a warpgroup's weights, or what UnitEnds has of a
-/// warp.
-struct EndScales {
-  const float *tokens, *rows;
-};
-
-/// Whether what an end reads of memory is copied to where it then leaves results while the tile is
-/// multiplied, as a load at the end would wait behind all weights that are on their way. Two units of a warp
-/// would need more memory than that, and a stage of weights less costs more.
-template <class T>
-inline constexpr bool copies_ends = !T::bytes && T::units == 1;
-
-/// That, of a warp's unit: the scales of 16 rows, and 16 biases, gates' before ups'.
-template <class T>
-struct UnitEnds {
-  static_assert(copies_ends<T> && 4 * kUnitEndBytes <= T::end_tokens * kEndBytes);
-
-  static __device__ __forceinline__ float* of_warp(std::byte* memory) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    return reinterpret_cast<float*>(memory + Stages<T>::ends_at + warp / 4 * (T::end_tokens * kEndBytes) +
-                                    warp % 4 * kUnitEndBytes);
-  }
-  /// By a warp, of its warpgroup's next tile, when the others do not read the memory any more.
-  static __device__ __forceinline__ void copy(const GemmArgs& args, const Tile& tile, std::byte* memory) {
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
-              r = lane % kUnitRows, unit = tile.first_group * kGroupUnits + warp;
-    const bool of_scales = lane < kUnitRows, gate_up = args.kind == GemmKind::gate_up;
-    const int row = gate_up ? unit * (kUnitRows / 2) + r % (kUnitRows / 2) : unit * kUnitRows + r;
-    const auto* scales = reinterpret_cast<const float*>(args.weights + tile.expert * args.expert_stride);
-    const float* bias = gate_up && r >= kUnitRows / 2 ? args.up_bias : args.bias;
-    const bool there =
-        of_scales ? T::P.row_scale && unit < args.groups * kGroupUnits : bias != nullptr && row < args.rows;
-    copy_4_bytes_if(
-        there, of_warp(memory) + lane,
-        of_scales ? scales + unit * kUnitRows + r : bias + (std::int64_t{tile.expert} * args.rows + row));
-  }
-};
-
-/// What an end reads of GemmArgs, by the same names. One multiply's are constants, which instructions read in
-/// place. One of two multiplies' would be loaded where they are needed, one after the other: all are at once.
-struct EndArgs {
-  const std::byte* weights;
-  std::int64_t expert_stride;
-  std::int32_t groups, rows;
-  GemmKind kind;
-  Activation activation;
-  const float *bias, *up_bias;
-  void* out;
-  std::int64_t out_stride;
-  std::int32_t out_tile_rows;
-  DType out_dtype;
-
-  __device__ __forceinline__ explicit EndArgs(const GemmArgs& args)
-      : weights(args.weights),
-        expert_stride(args.expert_stride),
-        groups(kept(args.groups)),
-        rows(kept(args.rows)),
-        kind(kept(args.kind)),
-        activation{kept(args.activation.kind), kept(args.activation.alpha), kept(args.activation.beta),
-                   kept(args.activation.limit)},
-        bias(kept(args.bias)),
-        up_bias(kept(args.up_bias)),
-        out(kept(args.out)),
-        out_stride(kept(args.out_stride)),
-        out_tile_rows(kept(args.out_tile_rows)),
-        out_dtype(kept(args.out_dtype)) {}
-};
 
 /// What a lane finishes of a tile, unit by unit and by pieces of an item's tokens: sums 4 i and + 1 are the
 /// first row's by tokens 8 i + token_ and + 1, sums 4 i + 2 and + 3 the second one's. What all tokens of a
@@ -132,9 +64,9 @@ class LaneRows {
     if (T::bytes) scales_.rows += kWarpgroupRows;
   }
 
-  /// The largest finite magnitude of the channels that this warp has stored as f32. By whole warps.
+  /// The largest finite magnitude of the channels that this warp has stored. By whole warps.
   __device__ __forceinline__ float amax() const requires(T::of_tensors) {
-    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(amax_)));
+    return __uint_as_float(__reduce_max_sync(~0u, amax_));
   }
 
   /// Sums become results, which are stored; by a warpgroup's warps together.
@@ -150,14 +82,11 @@ class LaneRows {
                        reinterpret_cast<std::uintptr_t>(args_.out) % 16 == 0;
     if (!gate_up_ && whole && !f32) return store_narrow_rows(sums);
     if (gate_up_ && tiled) return finish_in_tiles([&](auto&& store) { finish_channels(sums, store); });
+    if constexpr (leaves_narrow_rows<T>)
+      if (gate_up_ && !of_codes()) return finish_in_rows(sums, whole);
     if (unit_ >= units()) return;
-    if constexpr (leaves_codes<T>)
-      if (gate_up_ && args_.static_scales != nullptr) return finish_codes(sums);
     if (gate_up_)
-      finish_channels(sums, [&](const Sums& own, int first) {
-        store_channels(own, first);
-        if (T::of_tensors && finds_amax_) include(own, first);
-      });
+      finish_channels_alone(sums);
     else if (f32)
       finish_pieces(sums,
                     [&](Sums& own, int first) { store_rows<float>(own, first, [](float x) { return x; }); });
@@ -296,6 +225,20 @@ class LaneRows {
     return static_cast<Out*>(args_.out) + (T::P.zeros && !T::few ? kept(row) : row) * args_.out_stride;
   }
 
+  /// Whether channels become codes here.
+  __device__ __forceinline__ bool of_codes() const {
+    if constexpr (leaves_codes<T>) return args_.static_scales != nullptr;
+    return false;
+  }
+  /// By each warp itself.
+  template <class AllSums>
+  __device__ __forceinline__ void finish_channels_alone(AllSums& sums) const {
+    if constexpr (leaves_codes<T>)
+      finish_codes(sums);
+    else if constexpr (!leaves_narrow_rows<T>)
+      finish_channels(sums, [&](const Sums& own, int first) { store_channels(own, first); });
+  }
+
   /// Codes, in tiles: 8 bytes of each token.
   template <class AllSums>
   __device__ __forceinline__ void finish_codes(AllSums& sums) const {
@@ -307,10 +250,13 @@ class LaneRows {
     finish_channels(sums, [&](const Sums& channels, int first) {
       Elements<formats::f32, kEights * 2> numbers;  // of this lane's channel, by its tokens
 #pragma unroll
-      for (int i = 0; i < kEights * 2; ++i)
-        numbers.words[i] = first + i / 2 * 8 + token_ + i % 2 < tile_.count
-                               ? __float_as_uint(channels[i / 2 * 4 + i % 2])
-                               : 0;
+      for (int i = 0; i < kEights; ++i) {
+        // As if rows of bf16 had been left.
+        const std::uint32_t pair = narrow_pair(channels[4 * i], channels[4 * i + 1], true);
+        const int left = tile_.count - (first + i * 8 + token_);
+        numbers.words[2 * i] = left > 0 ? pair << 16 : 0;
+        numbers.words[2 * i + 1] = left > 1 ? pair & 0xffff0000u : 0;
+      }
       const auto range = numbers.range();
       const bool fits = __all_sync(~0u, range.finite && FastDivider(scale).fits(range.amax));
       std::uint32_t words[2];
@@ -334,14 +280,13 @@ class LaneRows {
         if (8 * i + c < left) out[c * args_.out_stride] = sums[4 * i + c];
   }
 
-  /// Of these, finite ones are among those of amax().
-  __device__ __forceinline__ void include(const Sums& sums, int first) {
+  /// Of these bf16, of two tokens of each 8, finite ones are among those of amax().
+  __device__ __forceinline__ void include(const std::uint32_t (&pairs)[kEights], int first) {
     const int left = tokens_left(row_) - first;
 #pragma unroll
-    for (int i = 0; i < kPieceTokens / 4; ++i) {
-      const float magnitude = fabsf(sums[i / 2 * 4 + i % 2]);
-      if (i / 2 * 8 + i % 2 < left && magnitude < std::numeric_limits<float>::infinity())
-        amax_ = fmaxf(amax_, magnitude);
+    for (int i = 0; i < kEights * 2; ++i) {
+      const std::uint32_t magnitude = (i % 2 == 0 ? pairs[i / 2] << 16 : pairs[i / 2]) & 0x7fff0000u;
+      if (i / 2 * 8 + i % 2 < left && magnitude < 0x7f800000u) amax_ = max(amax_, magnitude);
     }
   }
 
@@ -412,6 +357,37 @@ class LaneRows {
       for (int i = lane_ / 4; i < tile_.count; i += 8) *reinterpret_cast<std::uint32_t*>(in_tiles(i, k)) = 0;
   }
 
+  /// bf16, in rows of channels: of a warpgroup, 64 bytes of a token.
+  template <class AllSums>
+  __device__ __forceinline__ void finish_in_rows(AllSums& sums, bool whole) {
+    constexpr int kBytes = kPieceTokens * kChannelBytes;
+    static_assert(2 * kBytes <= T::end_tokens * kEndBytes);
+    const int token = static_cast<int>(thread_ / 4), eight = static_cast<int>(thread_ % 4),
+              channel = first_unit_ * unit_rows() + eight * 8,
+              left = channel < args_.rows ? tile_.count - token : 0;
+    std::byte* const to = shared_ + lane_ * kChannelBytes + (warp_ ^ lane_ / 2 % 4) * 16;
+    const std::byte* const from = shared_ + token * kChannelBytes + (eight ^ token / 2 % 4) * 16;
+    auto* const out = slot_of<std::uint16_t>(token) + channel;
+    sync_warpgroup();  // the unit before has been read
+    finish_channels(sums, [&](const Sums& own, int first) {
+      std::uint32_t pairs[kEights];
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) pairs[i] = narrow_pair(own[4 * i], own[4 * i + 1], true);
+      if (T::of_tensors && finds_amax_) include(pairs, first);
+      const int place = first / kPieceTokens % 2 * kBytes;
+      store_transposed(to + place, pairs);
+      sync_warpgroup();
+      if (first >= left) return;
+      std::uint16_t* const row = out + first * args_.out_stride;
+      if (whole)
+        *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(from + place);
+      else
+#pragma unroll 1
+        for (int i = 0; i < 8 && channel + i < args_.rows; ++i)
+          row[i] = reinterpret_cast<const std::uint16_t*>(from + place)[i];
+    });
+  }
+
   /// Where 16 bytes of a token lie: neighbouring tokens' are in different banks.
   __device__ __forceinline__ std::byte* in_shared(unsigned token, unsigned sixteen) const {
     return shared_ + token * kEndBytes + (sixteen ^ token % 8) * 16;
@@ -463,7 +439,7 @@ class LaneRows {
   int row_ = 0;                 ///< of the matrix, the first row, or the channel
   int token_;                   ///< of 8 tokens, the first of this lane's two
   float factors_[2], bias_[2];  ///< of both rows
-  float amax_ = 0;              ///< of this lane
+  std::uint32_t amax_ = 0;      ///< of this lane, the bits of an f32
 };
 
 /// There is one end for all kinds of tiles: a lane's sums of the tokens that an item lacks are anything.

@@ -1,9 +1,11 @@
 #pragma once
 /// \file
-/// What is between both multiplies of a chain (moe_chain.h) whose second one reads codes: rows of f32 that
-/// the first one has left are rounded as launch_inputs does it, by the warps that multiply.
+/// What is between both multiplies of a chain (moe_chain.h) whose second one reads codes: rows that the
+/// first one has left are rounded as launch_inputs does it, by the warps that multiply.
 
-#include "cuda/moe_wgmma_ring.cuh"
+#include <type_traits>
+
+#include "cuda/moe_wgmma_ends.cuh"
 #include "cuda/round_row.cuh"
 
 namespace gatefold::cuda {
@@ -38,7 +40,7 @@ struct RoundingMemory {
 template <class T>
 __device__ __forceinline__ void round_piece(const GemmChain& chain, const CutItem& item, int begin, int end,
                                             RoundingMemory<T>& memory) {
-  using Input = FormatTag<formats::f32>;
+  using Input = std::conditional_t<leaves_narrow_rows<T>, Bf16, F32>;
   constexpr int kWarpColumns = 32 * kPerLane,
                 kPieces = columns_of_rounding_warp(RoundedTo<T>::operand) / kWarpColumns;
   const InputArgs& args = chain.rounding;

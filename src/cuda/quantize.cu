@@ -209,9 +209,9 @@ cudaError_t launch_quantize(const Operand& operand, Format input, const Quantize
                   first_with_activation(Row::scheme.activation) == Row::id) {
       if (!(operand == Row::scheme.activation)) return;
       using Activation = ActivationOf<Row::id>;
-      if (input == formats::bf16) return launch<Activation, FormatTag<formats::bf16>>(args, stream);
-      if (input == formats::f16) return launch<Activation, FormatTag<formats::f16>>(args, stream);
-      launch<Activation, FormatTag<formats::f32>>(args, stream);
+      if (input == formats::bf16) return launch<Activation, Bf16>(args, stream);
+      if (input == formats::f16) return launch<Activation, F16>(args, stream);
+      launch<Activation, F32>(args, stream);
     }
   });
   return cudaGetLastError();

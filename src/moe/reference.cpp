@@ -92,6 +92,12 @@ struct Dense {
         down(reference_dequantize(ffn.down)) {}
 };
 
+/// What down's inputs are rounded from.
+void narrow(const ReferenceInputs& inputs, Doubles& y) {
+  if (!inputs.narrow_intermediate) return;
+  for (double& number : y) number = round_to<formats::bf16>(static_cast<float>(number));
+}
+
 }  // namespace
 
 Doubles reference_dequantize(const QuantizedMatrix& matrix) {
@@ -200,6 +206,7 @@ ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
     for (std::int64_t i = 0; i < mid; ++i)
       y[i] = apply(spec.activation, gate[i] + (spec.bias ? v.gate_bias[e * mid + i] : 0),
                    up[i] + (spec.bias ? v.up_bias[e * mid + i] : 0));
+    narrow(inputs, y);
     if (use_static) reference_round(activation, &*weights.routed[e].down.input_scale, mid, y);
     std::copy(y.begin(), y.end(), &mids[s * mid]);
   }
@@ -226,6 +233,7 @@ ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
       const Doubles up = multiply(shared.up, x.data(), width, hidden);
       Doubles y(width);
       for (std::int64_t i = 0; i < width; ++i) y[i] = apply(spec.activation, gate[i], up[i]);
+      narrow(inputs, y);
       reference_round(operand, nullptr, width, y);
       const Doubles out = multiply(shared.down, y.data(), hidden, width);
       double share = 1;
