@@ -7,8 +7,6 @@
 /// warpgroup puts together what it has of a token: 128 bytes of down's, 64 of channels. f32 goes straight
 /// from registers.
 
-#include <limits>
-
 #include "cuda/moe_wgmma_activation.cuh"
 #include "cuda/moe_wgmma_codes.cuh"
 #include "cuda/moe_wgmma_ends.cuh"
