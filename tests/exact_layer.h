@@ -6,7 +6,8 @@
 /// The activation is 0.5 * gate * (up + 1) (swiglu with alpha 0, beta 1). Weights are small integers under
 /// scales of powers of two. Activations would have other scales: so the first number of each of their groups
 /// is the format's largest, and the first column and some rows of gate and up are such that the same holds
-/// for the intermediate, of which 2 peaks is the largest.
+/// for the intermediate, of which 2 peaks is the largest. (Multiplies of e4m3 lose what is some
+/// 12 bits below their largest product: beside a peak's nothing is that small.)
 
 #include <cstring>
 
@@ -114,9 +115,11 @@ class ExactLayer {
                                                 : 0;
     for (std::int64_t band = 0; band < bands; ++band)
       for (std::int64_t col = 0; col < layout.scale_cols; ++col) {
-        // A peak of the intermediate is made by the first group alone.
-        const auto half = static_cast<float>(col != 0 && (band + col) % 2 == 0);
-        const float scale = down ? std::exp2(static_cast<float>((band + col) % 3 - 1)) : 1.0f - half / 2;
+        float scale = 1;
+        if (down)
+          scale = std::exp2(static_cast<float>((band + col) % 2));
+        else if (col != 0 && (band + col) % 2 == 0)  // a peak of the intermediate is made by the first group
+          scale = limit() < 64 ? 0.5f : 2.0f;        // alone, and is the largest number of its group
         put(w.scale, m->scales.data(), band * layout.scale_cols + col, scale);
       }
     return std::move(*m);
@@ -124,7 +127,7 @@ class ExactLayer {
 
   int weight(Projection projection, std::int64_t row, std::int64_t col) {
     const int small = static_cast<int>(random_() % 5) - 2;
-    if (projection == Projection::down) return small;
+    if (projection == Projection::down) return is_peak(col) ? small / 2 : small;
     if (is_peak(row)) return projection == Projection::gate && col == 0 ? 4 : 0;
     return is_peak(col) ? 0 : small;
   }

@@ -11,7 +11,8 @@
 namespace gatefold::cuda {
 namespace {
 
-constexpr double kStart = 29000;  ///< clocks of a multiply
+constexpr double kStart = 29000;     ///< clocks of a multiply
+constexpr double kRounding = 10000;  ///< of a kernel that rounds rows between two multiplies by few tokens
 
 /// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/ladder.md): of a group of
 /// units in one item, or of a tile of groups; for each token that is multiplied; and for each at its end.
@@ -20,20 +21,24 @@ constexpr double kStart = 29000;  ///< clocks of a multiply
 struct Costs {
   double decode, token, end, several = 1, second_start = kStart;
 };
-Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
+Costs costs_of(const GemmWork& work, const PackedFormat& format, const GemmChoice& choice) {
   const GemmKernel& kernel = choice.kernels[0];
   const int bits = format.value.bits;
   if (choice.tuning.body == CudaTuning::Body::warps) {
     const bool few = kernel.tokens <= kTileTokens;
-    if (format.for_bytes) return few ? Costs{77, 10.6, 0} : Costs{98, 9.8, 0};
-    if (bits == 4) return {few ? 26.0 : 34.0, 11.2, 0};
-    if (bits == 8) return few ? Costs{62, 18, 0} : Costs{120, 11.8, 0};
-    return few ? Costs{157, 22.2, 0} : Costs{101, 17.2, 0};
+    const double second_start = kStart + (work.rounds ? kRounding : 0);
+    if (format.for_bytes)
+      return few ? Costs{46, 12.4, 0, 1, second_start} : Costs{98, 9.8, 0, 1, second_start};
+    if (bits == 4) return {few ? 26.0 : 80.0, 11.2, 0, 1, second_start};
+    if (bits == 8) return few ? Costs{62, 18, 0, 1, second_start} : Costs{156, 11.8, 0, 1, second_start};
+    if (format.value == formats::f16 && work.input == InputKind::bf16)  // as two bf16 each
+      return {1250, 15, 0};
+    return few ? Costs{157, 22.2, 0} : Costs{160, 27.5, 0};
   }
   const bool of_bytes = kernel.byte_order != 0,
              few = kernel.tokens <= (of_bytes && !format.for_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
   if (of_bytes && format.for_bytes)
-    return few ? Costs{572, 7.8, 28, 1.15, kStart + (kernel.chain == nullptr ? 12000 : 0)}
+    return few ? Costs{572, 7.8, 28, 1.15, kStart + (kernel.chain == nullptr ? kRounding : 0)}
            : kernel.tokens < kMostTokensOfTile ? Costs{428, 10.5, 40, 1.05}
                                                : Costs{366, 4.3, 23, 1.1};
   if (of_bytes && format.banded)
@@ -41,7 +46,7 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
            : kernel.threads > 3 * 128 ? Costs{440, 5.0, 16}
                                       : Costs{723, 7.6, 45};
   if (of_bytes && bits == 8)
-    return few                                  ? Costs{80, 11.7, 1}
+    return few                                  ? Costs{80, 18.7, 1}
            : kernel.threads > 3 * 128           ? Costs{242, 10.2, 31}
            : kernel.tokens == kMostTokensOfTile ? Costs{161, 6.8, 32, 1.02}
                                                 : Costs{161, 6.8, 21, 1.2};
@@ -51,8 +56,8 @@ Costs costs_of(const PackedFormat& format, const GemmChoice& choice) {
            : kernel.tokens < kMostTokensOfTile  ? Costs{490, 4.5, 21}
                                                 : Costs{490, 4.0, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 110} : Costs{745, 21.7, 111};
-  if (bits == 8) return few ? Costs{1100, 16.2, 34, 1, 20000} : Costs{903, 18.6, 75};
-  return few ? Costs{800, 16.6, 45, 1, 8000} : Costs{800, 16.5, 57};
+  if (bits == 8) return few ? Costs{1100, 16.2, 34, 1, 14000} : Costs{903, 18.6, 75};
+  return few ? Costs{800, 16.6, 45, 1, 11000} : Costs{800, 16.5, 57};
 }
 constexpr double kReadBytes = 2630;   ///< that the device reads in a clock, from memory
 constexpr double kCacheBytes = 3056;  ///< and from its L2 cache
@@ -61,6 +66,7 @@ constexpr double kRoom = 0.0006;      ///< that much longer reading takes for ea
                                       ///< 64), whose columns leave less room for weights ahead
 constexpr double kFewStages = 0.015;  ///< and beside two stages of activations, of more than 64 tokens;
                                       ///< three times that by more than 4 bits
+constexpr double kBusyTiles = 160;    ///< fewer tiles of layers do not keep memory busy
 constexpr double kItems = 17900;      ///< of sorting slots and cutting tokens into items
 
 /// A number of tokens that an expert may have, and how many experts have it.
@@ -188,7 +194,8 @@ int parts_of(const GemmWork& work, const GemmChoice& choice, int tokens, int mul
                                      : parts_of_down(work, shape, kernel, tokens, multiprocessors);
 }
 
-constexpr double kSum = 4500;  ///< of a kernel that adds up parts of one matrix
+/// Of a kernel that adds up parts of one matrix; and for each number of a part, which is written and read.
+constexpr double kSum = 1000, kSumOfNumber = 0.0035;
 
 /// Clocks of multiply i.
 double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, int tokens,
@@ -196,7 +203,7 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
   const GemmMatrices& m = work.multiplies[i];
   const PackedFormat format = packed_format(gatefold::scheme(work.scheme));
   const PackedShape shape(format, m.rows, m.k, m.count);
-  const Costs costs = costs_of(format, choice);
+  const Costs costs = costs_of(work, format, choice);
   const bool warps = choice.tuning.body == CudaTuning::Body::warps;
   const int tile = choice.tuning.tile_tokens;
   const double bytes = static_cast<double>(shape.bytes()), steps = static_cast<double>(shape.records),
@@ -214,20 +221,24 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
     cached += items * load.experts * bytes;
     read += load.experts * bytes;
   }
-  // Warps share out groups equally; tiles are whole.
+  const GemmKernel& kernel = choice.kernels[0];
   const std::size_t last = work.multiplies.size() - 1;
   const int parts = i == last ? parts_of(work, choice, tokens, multiprocessors) : 1;
-  const double waves = tiles * parts / multiprocessors, uneven = warps ? 1 : std::ceil(waves - 1e-9) / waves;
+  // Warps share out groups equally, unless they are in parts; tiles are whole.
+  const int at_once = multiprocessors * (warps ? kernel.teams * kernel.team_groups : 1);
+  const double pieces = tiles * parts, waves = pieces / at_once,
+               uneven = warps && parts == 1 ? 1 : std::ceil(waves - 1e-9) / waves;
+  const double busy = warps || last == 0 ? 1 : std::min(1.0, pieces / kBusyTiles);
   // Rings of bytes do not depend on the items.
-  const GemmKernel& kernel = choice.kernels[0];
   const bool leaves_room = !warps && kernel.tokens <= kFewTokensOfTile && kernel.byte_order == 0;
   const double few_stages = tile > kFewTokensOfBytes ? kFewStages * (format.value.bits > 4 ? 3 : 1) : 0;
   const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * std::min(tile, 64) + few_stages : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
-  return (i == 0 ? kStart : costs.second_start) + (last == 0 && parts > 1 ? kSum : 0) +
-         std::pow(
-             term(read / read_bytes) + term(cached / kCacheBytes) + term(clocks / multiprocessors * uneven),
-             1 / kOverlap);
+  return (i == 0 ? kStart : costs.second_start) +
+         (last == 0 && parts > 1 ? kSum + kSumOfNumber * parts * tokens * static_cast<double>(m.rows) : 0) +
+         std::pow(term(read / (read_bytes * busy)) + term(cached / kCacheBytes) +
+                      term(clocks / multiprocessors * uneven),
+                  1 / kOverlap);
 }
 
 double predict(const GemmWork& work, const GemmChoice& choice, int tokens, const std::vector<Loads>& routings,

@@ -450,6 +450,7 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
     return GemmWork{.scheme = id,
                     .input = input_kind(activation, packed_format(scheme(id)).for_bytes),
                     .bytes = byte_kind(activation),
+                    .rounds = activation.quantized(),
                     .fast_accumulation = options.fast_accumulation,
                     .experts = experts,
                     .top_k = top_k,
