@@ -1,8 +1,13 @@
 // grouped_gemm and scaled_mm of one matrix: few rows beside a bare read of the weights, many beside cuBLAS.
-// linear_bench [SIZE]
+// linear_bench [SIZE [choices]]
+// choices: what the plan chooses by up to 1024 rows beside the fastest candidate, of more schemes, and how
+// much that loses.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -79,7 +84,9 @@ struct Times {
   CudaTuning chosen, fastest;
   double us = 0, us_fastest = 0;
 };
-Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows, bool quantized = false) {
+/// Without candidates that the model takes for more than `most` times as slow as the best one.
+Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows, bool quantized = false,
+           double most = 2) {
   const cuda::LinearShape& shape = weights[0].shape();
   cuda::LinearOptions options{.max_rows = static_cast<int>(rows)};
   const auto any = take(cuda::LinearPlan::create(shape, options));
@@ -93,7 +100,7 @@ Times time(const std::vector<cuda::LinearWeights>& weights, std::int64_t rows, b
         return a.clocks < b.clocks;
       })->clocks;
   for (const CudaCandidate& candidate : candidates) {
-    if (candidate.clocks > 2 * least) continue;
+    if (candidate.clocks > most * least) continue;
     options.cuda_tuning = candidate.tuning;
     const auto plan = take(cuda::LinearPlan::create(shape, options));
     const cuda::Memory workspace = take(cuda::Memory::allocate(plan.workspace_bytes(), "a workspace"));
@@ -158,8 +165,32 @@ void many_rows(SchemeId id, std::int64_t size) {
   if (!best) std::printf("%s\n", best.status().message().c_str());
 }
 
-int run(std::int64_t size) {
+void choices(std::int64_t size, std::size_t l2_bytes) {
+  std::vector<double> logs;
+  for (const SchemeId id :
+       {SchemeId::bf16, SchemeId::f16, SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_channel,
+        SchemeId::fp8_channel_afp8, SchemeId::int4_g128_afp8, SchemeId::mxfp4_afp8}) {
+    const auto weights = random_weights(id, size, 2 * l2_bytes);
+    for (const std::int64_t rows : {1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024}) {
+      const Times times = time(weights, rows, false, 4);
+      print(name_of(id, false), rows, times, times.us_fastest, times.us_fastest / times.us);
+      logs.push_back(std::log(times.us / times.us_fastest));
+    }
+  }
+  std::printf("%zu choices: %.3f times the fastest candidate's time in the mean, %.3f at worst\n",
+              logs.size(),
+              std::exp(std::accumulate(logs.begin(), logs.end(), 0.0) / static_cast<double>(logs.size())),
+              std::exp(*std::max_element(logs.begin(), logs.end())));
+}
+
+int run(std::int64_t size, bool only_choices) {
   const cuda::DeviceInfo device = take(cuda::device_info());
+  if (only_choices) {
+    std::printf("[%ld, %ld], bf16 in and out, graphs\n%-25s%6s%9s%10s%7s\n", static_cast<long>(size),
+                static_cast<long>(size), "scheme", "rows", "us", "fastest", "of it");
+    choices(size, device.l2_bytes);
+    return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
+  }
   std::printf("%s, [%ld, %ld], bf16 in and out, graphs\n%-25s%6s%9s%10s%7s\n", device.name.c_str(),
               static_cast<long>(size), static_cast<long>(size), "scheme", "rows", "us", "read us", "read/it");
   for (const SchemeId id :
@@ -176,5 +207,6 @@ int run(std::int64_t size) {
 }  // namespace gatefold
 
 int main(int argc, char** argv) {
-  return gatefold::run(argc == 2 ? std::atoll(argv[1]) : 8192);
+  return gatefold::run(argc >= 2 ? std::atoll(argv[1]) : 8192,
+                       argc == 3 && std::strcmp(argv[2], "choices") == 0);
 }
