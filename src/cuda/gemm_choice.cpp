@@ -33,7 +33,7 @@ Costs costs_of(const GemmWork& work, const PackedFormat& format, const GemmChoic
     if (bits == 8) return few ? Costs{62, 18, 0, 1, second_start} : Costs{156, 11.8, 0, 1, second_start};
     if (format.value == formats::f16 && work.input == InputKind::bf16)  // as two bf16 each
       return {1250, 15, 0};
-    return few ? Costs{157, 22.2, 0} : Costs{160, 27.5, 0};
+    return few ? Costs{157, 22.2, 0} : Costs{220, 27.5, 0};
   }
   const bool of_bytes = kernel.byte_order != 0,
              few = kernel.tokens <= (of_bytes && !format.for_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
@@ -196,6 +196,7 @@ int parts_of(const GemmWork& work, const GemmChoice& choice, int tokens, int mul
 
 /// Of a kernel that adds up parts of one matrix; and for each number of a part, which is written and read.
 constexpr double kSum = 1000, kSumOfNumber = 0.0035;
+constexpr double kInputs = 4000;  ///< of one that brings rows of 16 bits of one matrix into tiles
 
 /// Clocks of multiply i.
 double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, int tokens,
@@ -234,7 +235,7 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
   const double few_stages = tile > kFewTokensOfBytes ? kFewStages * (format.value.bits > 4 ? 3 : 1) : 0;
   const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * std::min(tile, 64) + few_stages : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
-  return (i == 0 ? kStart : costs.second_start) +
+  return (i == 0 ? kStart : costs.second_start) + (last == 0 && kernel.tiled && !work.rounds ? kInputs : 0) +
          (last == 0 && parts > 1 ? kSum + kSumOfNumber * parts * tokens * static_cast<double>(m.rows) : 0) +
          std::pow(term(read / (read_bytes * busy)) + term(cached / kCacheBytes) +
                       term(clocks / multiprocessors * uneven),

@@ -24,7 +24,7 @@ struct GemmWork {
   SchemeId scheme = SchemeId::bf16;
   InputKind input = InputKind::bf16;
   InputKind bytes = InputKind::bf16;  ///< where codes are multiplied as such: else as `input`
-  bool rounds = false;                ///< rows are rounded between the multiplies
+  bool rounds = false;                ///< rows are rounded before each multiply
   bool fast_accumulation = false;     ///< InputKind::e4m3_fast instead of e4m3, where there are kernels
   int experts = 1, top_k = 1;
   std::vector<GemmMatrices> multiplies;

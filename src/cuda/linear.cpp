@@ -178,6 +178,7 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
       GemmTable::create({.scheme = shape.scheme,
                          .input = input_kind(activation, packed_format(scheme(shape.scheme)).for_bytes),
                          .bytes = byte_kind(activation),
+                         .rounds = activation.quantized(),
                          .fast_accumulation = options.fast_accumulation,
                          .experts = shape.matrices,
                          .top_k = 1,
