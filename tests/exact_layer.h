@@ -115,11 +115,13 @@ class ExactLayer {
                                                 : 0;
     for (std::int64_t band = 0; band < bands; ++band)
       for (std::int64_t col = 0; col < layout.scale_cols; ++col) {
+        // A peak of the intermediate is made by the first group alone, and is the largest number of its own:
+        // small formats have no room for scales of 2.
         float scale = 1;
         if (down)
           scale = std::exp2(static_cast<float>((band + col) % 2));
-        else if (col != 0 && (band + col) % 2 == 0)  // a peak of the intermediate is made by the first group
-          scale = limit() < 64 ? 0.5f : 2.0f;        // alone, and is the largest number of its group
+        else if (col != 0 && (band + col) % 2 == 0)
+          scale = limit() < 64 ? 0.5f : 2.0f;
         put(w.scale, m->scales.data(), band * layout.scale_cols + col, scale);
       }
     return std::move(*m);

@@ -12,7 +12,7 @@ namespace gatefold::cuda {
 namespace {
 
 constexpr double kStart = 29000;     ///< clocks of a multiply
-constexpr double kRounding = 10000;  ///< of a kernel that rounds rows between two multiplies by few tokens
+constexpr double kRounding = 10000;  ///< of a kernel that rounds rows between two multiplies
 
 /// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/ladder.md): of a group of
 /// units in one item, or of a tile of groups; for each token that is multiplied; and for each at its end.
@@ -26,11 +26,9 @@ Costs costs_of(const GemmWork& work, const PackedFormat& format, const GemmChoic
   const int bits = format.value.bits;
   if (choice.tuning.body == CudaTuning::Body::warps) {
     const bool few = kernel.tokens <= kTileTokens;
-    const double second_start = kStart + (work.rounds ? kRounding : 0);
-    if (format.for_bytes)
-      return few ? Costs{46, 12.4, 0, 1, second_start} : Costs{98, 9.8, 0, 1, second_start};
-    if (bits == 4) return {few ? 26.0 : 80.0, 11.2, 0, 1, second_start};
-    if (bits == 8) return few ? Costs{62, 18, 0, 1, second_start} : Costs{156, 11.8, 0, 1, second_start};
+    if (format.for_bytes) return few ? Costs{46, 12.4, 0} : Costs{98, 9.8, 0};
+    if (bits == 4) return {few ? 26.0 : 80.0, 11.2, 0};
+    if (bits == 8) return few ? Costs{62, 18, 0} : Costs{156, 11.8, 0};
     if (format.value == formats::f16 && work.input == InputKind::bf16)  // as two bf16 each
       return {1250, 15, 0};
     return few ? Costs{157, 22.2, 0} : Costs{220, 27.5, 0};
@@ -38,7 +36,7 @@ Costs costs_of(const GemmWork& work, const PackedFormat& format, const GemmChoic
   const bool of_bytes = kernel.byte_order != 0,
              few = kernel.tokens <= (of_bytes && !format.for_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
   if (of_bytes && format.for_bytes)
-    return few ? Costs{572, 7.8, 28, 1.15, kStart + (kernel.chain == nullptr ? kRounding : 0)}
+    return few                                 ? Costs{572, 7.8, 28, 1.15}
            : kernel.tokens < kMostTokensOfTile ? Costs{428, 10.5, 40, 1.05}
                                                : Costs{366, 4.3, 23, 1.1};
   if (of_bytes && format.banded)
@@ -223,23 +221,25 @@ double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, in
     read += load.experts * bytes;
   }
   const GemmKernel& kernel = choice.kernels[0];
-  const std::size_t last = work.multiplies.size() - 1;
-  const int parts = i == last ? parts_of(work, choice, tokens, multiprocessors) : 1;
+  const bool alone = work.multiplies.size() == 1;
+  const int parts = i + 1 == work.multiplies.size() ? parts_of(work, choice, tokens, multiprocessors) : 1;
   // Warps share out groups equally, unless they are in parts; tiles are whole.
   const int at_once = multiprocessors * (warps ? kernel.teams * kernel.team_groups : 1);
   const double pieces = tiles * parts, waves = pieces / at_once,
                uneven = warps && parts == 1 ? 1 : std::ceil(waves - 1e-9) / waves;
-  const double busy = warps || last == 0 ? 1 : std::min(1.0, pieces / kBusyTiles);
+  const double busy = warps || alone ? 1 : std::min(1.0, pieces / kBusyTiles);
   // Rings of bytes do not depend on the items.
   const bool leaves_room = !warps && kernel.tokens <= kFewTokensOfTile && kernel.byte_order == 0;
   const double few_stages = tile > kFewTokensOfBytes ? kFewStages * (format.value.bits > 4 ? 3 : 1) : 0;
   const double read_bytes = kReadBytes / (leaves_room ? 1 + kRoom * std::min(tile, 64) + few_stages : 1);
   const auto term = [](double time) { return std::pow(time, kOverlap); };
-  return (i == 0 ? kStart : costs.second_start) + (last == 0 && kernel.tiled && !work.rounds ? kInputs : 0) +
-         (last == 0 && parts > 1 ? kSum + kSumOfNumber * parts * tokens * static_cast<double>(m.rows) : 0) +
-         std::pow(term(read / (read_bytes * busy)) + term(cached / kCacheBytes) +
-                      term(clocks / multiprocessors * uneven),
-                  1 / kOverlap);
+  double start = i == 0 ? kStart : costs.second_start;
+  if (i > 0 && work.rounds && kernel.chain == nullptr) start += kRounding;
+  if (alone && kernel.tiled && !work.rounds) start += kInputs;
+  if (alone && parts > 1) start += kSum + kSumOfNumber * parts * tokens * static_cast<double>(m.rows);
+  return start + std::pow(term(read / (read_bytes * busy)) + term(cached / kCacheBytes) +
+                              term(clocks / multiprocessors * uneven),
+                          1 / kOverlap);
 }
 
 double predict(const GemmWork& work, const GemmChoice& choice, int tokens, const std::vector<Loads>& routings,
