@@ -46,8 +46,8 @@ struct Fragments {
   __device__ __forceinline__ void keep() {
 #pragma unroll
     for (auto& of_multiply : a)
-#pragma unroll
-      for (Pair& pair : of_multiply) asm volatile("" : "+r"(pair));
+      asm volatile(""
+                   : "+r"(of_multiply[0]), "+r"(of_multiply[1]), "+r"(of_multiply[2]), "+r"(of_multiply[3]));
   }
 };
 
@@ -63,6 +63,11 @@ struct StageRecords {
     extra = T::P.apart()
                 ? stage + T::extras_at + group * T::group_extra_bytes + unit % kGroupUnits * T::extra_stride
                 : record + T::P.value_bytes();
+  }
+  /// From a step of the stage to the next one.
+  __device__ __forceinline__ void next_step() {
+    record += T::step_bytes;
+    extra += T::P.apart() ? T::step_extra_bytes : T::step_bytes;
   }
   /// A batch of columns of unit u.
   __device__ __forceinline__ BatchCodes<T> codes(const std::byte* memory, int of_stage, int batch,
@@ -304,13 +309,11 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
   constexpr bool kAhead = P.value.bits < 16;
   BatchCodes<T> codes;
   RecordScales<P> of_record[T::units];  // scales: those that are multiplied into weights are read once
-  const auto load = [&](int of_stage, int part) {
-    codes = records.codes(memory, of_stage, part / T::units, part % T::units);
-  };
-  const auto decode = [&](int of_stage, int part) {
+  const auto load = [&](int part) { codes = records.codes(memory, 0, part / T::units, part % T::units); };
+  const auto decode = [&](int part) {
     const int batch = part / T::units, u = part % T::units;
-    if (!kAhead) load(of_stage, part);
-    if (batch == 0 || !T::rounds_products) of_record[u] = records.scales(memory, of_stage, batch, u);
+    if (!kAhead) load(part);
+    if (batch == 0 || !T::rounds_products) of_record[u] = records.scales(memory, 0, batch, u);
     const RecordScales<P>& scales = of_record[u];
     fragments[part % 2].decode(codes, scales, batch);
     fragments[part % 2].keep();
@@ -331,21 +334,18 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
     return add_bytes(all_rows, reduced_in_warp(place.index * stages.input_bytes));
   };
   enter_weights();
-  if (kAhead) load(0, 0);
-  decode(0, 0);
+  if (kAhead) load(0);
+  decode(0);
   std::uint32_t rows = wait_for_inputs(at.inputs);
-  int left = multiply_of<T>(chain, next).steps;  // that are not multiplied
-  // Step kStep of a stage of weights. Returns whether it was the last one of all.
-  const auto multiply_step = [&]<int kStep>() {
+  int left = multiply_of<T>(chain, next).steps, left_of_stage = T::steps;  // that are not multiplied
+#pragma unroll 1
+  for (bool last = false; !last;) {
     const Descriptor halves[2] = {descriptor(rows), descriptor(add_bytes(rows, stages.half))};
-    const bool last = --left == 0;
+    last = --left == 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int column = part / T::units * T::batch;
-      if (kAhead && part + 1 < kParts)
-        load(kStep, part + 1);
-      else if (kAhead && kStep + 1 < T::steps)
-        load(kStep + 1, 0);
+      if (kAhead && part + 1 < kParts) load(part + 1);
       UnitSums<T, N>& sums = to[part % T::units];
       begin_multiplies();
 #pragma unroll
@@ -356,21 +356,24 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
       commit_multiplies();
       wait_for_multiplies<1>();  // of the fragments that come next
       if (part + 1 < kParts) {
-        decode(kStep, part + 1);
+        decode(part + 1);
         continue;
       }
       [[maybe_unused]] const float of_first[2] = {of_rows[0][0], of_rows[0][1]};  // the next one is decoded
       StagePlace next_inputs = at.inputs;
       next_inputs.advance(stages.inputs);
       if (!last) {  // without a branch the compiler would wait for the multiplies first
-        if (kStep + 1 == T::steps) {
+        if (T::steps == 1 || --left_of_stage == 0) {
+          left_of_stage = T::steps;
           __syncwarp();
           release_weights();
           wait_barrier(barriers.weights_full + at.weights.index * 8, at.weights.parity);
           enter_weights();
-          if (kAhead) load(0, 0);
+        } else {
+          records.next_step();
         }
-        decode((kStep + 1) % T::steps, 0);
+        if (kAhead) load(0);
+        decode(0);
         rows = wait_for_inputs(next_inputs);
       }
       wait_for_multiplies<0>();
@@ -385,14 +388,7 @@ requires(!T::bytes && T::units == 2) __device__ __forceinline__ Tile
       barriers.release_inputs(chain.of[0], barriers.inputs_full + at.inputs.index * 8);
       at.inputs = next_inputs;
     }
-    return last;
-  };
-  if constexpr (T::steps == 1)
-    while (!multiply_step.template operator()<0>()) {
-    }
-  else
-    while (!multiply_step.template operator()<0>() && !multiply_step.template operator()<1>()) {
-    }
+  }
   const Tile tile = read_by_lane_0(ring.tiles[at.weights.index]);  // again: it took no registers meanwhile
   __syncwarp();
   release_weights();

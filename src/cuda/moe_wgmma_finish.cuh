@@ -86,7 +86,7 @@ class LaneRows {
     if (gate_up_)
       finish_channels_alone(sums);
     else if (f32)
-      finish_pieces(sums,
+      finish_rarely(sums,
                     [&](Sums& own, int first) { store_rows<float>(own, first, [](float x) { return x; }); });
     else
       finish_pieces_in_turn(sums, [&](Sums& own, int first) {
@@ -130,6 +130,15 @@ class LaneRows {
       scale(own, first);
       store(own, first);
     }
+  }
+
+  /// What few layers of many tokens end with has little code there.
+  template <class AllSums, class Store>
+  __device__ __forceinline__ void finish_rarely(AllSums& sums, Store&& store) const {
+    if constexpr (T::few || T::bytes)
+      finish_pieces(sums, store);
+    else
+      finish_pieces_in_turn(sums, store);
   }
 
   /// Tokens of an item from this lane's one on; none of a row that the matrix lacks.
@@ -212,6 +221,22 @@ class LaneRows {
       });
   }
 
+  /// The same with little code: for layers that round these channels afterwards.
+  template <class AllSums, class Store>
+  __device__ __forceinline__ void finish_rare_channels(AllSums& sums, Store&& store) const {
+    const Activation& by = args_.activation;
+    if (is_geglu(by))
+      finish_pieces_in_turn(sums, [&](Sums& own, int first) {
+        for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
+        store(own, first);
+      });
+    else
+      finish_rarely(sums, [&](Sums& own, int first) {
+        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
+        store(own, first);
+      });
+  }
+
   /// Where a slot's rows are.
   template <class Out>
   __device__ __forceinline__ Out* slot_of(int token) const {
@@ -234,7 +259,7 @@ class LaneRows {
     if constexpr (leaves_codes<T>)
       finish_codes(sums);
     else if constexpr (!leaves_narrow_rows<T>)
-      finish_channels(sums, [&](const Sums& own, int first) { store_channels(own, first); });
+      finish_rare_channels(sums, [&](const Sums& own, int first) { store_channels(own, first); });
   }
 
   /// Codes, in tiles: 8 bytes of each token.

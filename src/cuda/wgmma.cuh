@@ -46,12 +46,14 @@ __device__ __forceinline__ void wait_for_multiplies() {
 template <int kCount>
 __device__ __forceinline__ void take_sums(float (&sums)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = 0; i < kCount; i += 4)
+    asm volatile("" : "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])::"memory");
 }
 template <int kCount>
 __device__ __forceinline__ void take_sums(std::int32_t (&sums)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(sums[i])::"memory");
+  for (int i = 0; i < kCount; i += 4)
+    asm volatile("" : "+r"(sums[i]), "+r"(sums[i + 1]), "+r"(sums[i + 2]), "+r"(sums[i + 3])::"memory");
 }
 
 /// More or fewer registers for each thread of this warpgroup.
