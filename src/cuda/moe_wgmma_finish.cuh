@@ -132,7 +132,7 @@ class LaneRows {
     }
   }
 
-  /// What few layers of many tokens end with has little code there.
+  /// For ends that few layers have: with little code where there are many tokens.
   template <class AllSums, class Store>
   __device__ __forceinline__ void finish_rarely(AllSums& sums, Store&& store) const {
     if constexpr (T::few || T::bytes)

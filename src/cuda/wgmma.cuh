@@ -42,15 +42,18 @@ template <int kGroups>
 __device__ __forceinline__ void wait_for_multiplies() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
-/// Sums of multiplies that are done: they are not read before.
+/// Sums of multiplies that are done: they are not read before. (Statements of one sum each take the compiler
+/// longer.)
 template <int kCount>
 __device__ __forceinline__ void take_sums(float (&sums)[kCount]) {
+  static_assert(kCount % 4 == 0);
 #pragma unroll
   for (int i = 0; i < kCount; i += 4)
     asm volatile("" : "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])::"memory");
 }
 template <int kCount>
 __device__ __forceinline__ void take_sums(std::int32_t (&sums)[kCount]) {
+  static_assert(kCount % 4 == 0);
 #pragma unroll
   for (int i = 0; i < kCount; i += 4)
     asm volatile("" : "+r"(sums[i]), "+r"(sums[i + 1]), "+r"(sums[i + 2]), "+r"(sums[i + 3])::"memory");
