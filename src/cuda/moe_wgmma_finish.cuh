@@ -200,41 +200,27 @@ class LaneRows {
       gate = activate(gate, sums[i / 2 * 4 + 2 + i % 2]);
     }
   }
-  /// Channels of each piece, in the places of gates.
-  template <class AllSums, class Store>
+  /// Channels of each piece, in the places of gates. kRare: for layers that round them afterwards, with
+  /// little code.
+  template <bool kRare = false, class AllSums, class Store>
   __device__ __forceinline__ void finish_channels(AllSums& sums, Store&& store) const {
     const Activation& by = args_.activation;
     if (is_geglu(by))
-      finish_pieces_in_turn(sums, [&](Sums& own, int first) {
+      return finish_pieces_in_turn(sums, [&](Sums& own, int first) {
         for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
         store(own, first);
       });
-    else if (is_plain_swiglu(by))
-      finish_pieces(sums, [&](Sums& own, int first) {
-        for_channels(own, [&](float gate, float up) { return swiglu<true>(by, gate, up); });
-        store(own, first);
-      });
-    else
-      finish_pieces(sums, [&](Sums& own, int first) {
-        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
-        store(own, first);
-      });
-  }
-
-  /// The same with little code: for layers that round these channels afterwards.
-  template <class AllSums, class Store>
-  __device__ __forceinline__ void finish_rare_channels(AllSums& sums, Store&& store) const {
-    const Activation& by = args_.activation;
-    if (is_geglu(by))
-      finish_pieces_in_turn(sums, [&](Sums& own, int first) {
-        for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
-        store(own, first);
-      });
-    else
-      finish_rarely(sums, [&](Sums& own, int first) {
-        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
-        store(own, first);
-      });
+    if constexpr (!kRare)
+      if (is_plain_swiglu(by))
+        return finish_pieces(sums, [&](Sums& own, int first) {
+          for_channels(own, [&](float gate, float up) { return swiglu<true>(by, gate, up); });
+          store(own, first);
+        });
+    const auto finish = [&](Sums& own, int first) {
+      for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
+      store(own, first);
+    };
+    kRare ? finish_rarely(sums, finish) : finish_pieces(sums, finish);
   }
 
   /// Where a slot's rows are.
@@ -259,7 +245,7 @@ class LaneRows {
     if constexpr (leaves_codes<T>)
       finish_codes(sums);
     else if constexpr (!leaves_narrow_rows<T>)
-      finish_rare_channels(sums, [&](const Sums& own, int first) { store_channels(own, first); });
+      finish_channels<true>(sums, [&](const Sums& own, int first) { store_channels(own, first); });
   }
 
   /// Codes, in tiles: 8 bytes of each token.
