@@ -47,6 +47,17 @@ inline constexpr bool kAnyDot4 = true;
 inline constexpr bool kAnyDot4 = false;
 #endif
 
+// The instruction set that this one adds to, if not a base (format/isa.h).
+#if defined(__AMX_TILE__)
+#define GATEFOLD_ISA_BELOW avx512bf16
+#elif defined(__AVX512BF16__)
+#define GATEFOLD_ISA_BELOW avx512vnni
+#elif defined(__AVX512VNNI__)
+#define GATEFOLD_ISA_BELOW avx512
+#elif defined(__AVXVNNI__)
+#define GATEFOLD_ISA_BELOW avx2
+#endif
+
 #if defined(__AMX_TILE__)
 inline constexpr bool kHasTiles = true;
 #else

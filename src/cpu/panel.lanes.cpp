@@ -8,6 +8,12 @@
 #include "cpu/panel_kernel.h"
 #include "cpu/panel_tiles.h"
 
+#if defined(GATEFOLD_ISA_BELOW)
+namespace gatefold::GATEFOLD_ISA_BELOW {
+extern const PanelKernels panel_kernels;
+}
+#endif
+
 namespace gatefold::GATEFOLD_ISA {
 namespace {
 
@@ -154,7 +160,7 @@ constexpr bool can_multiply(PanelForm form) {
 #endif
 }
 
-/// The multiply of a scheme's weights; nullptr if there is none.
+/// The multiply of a scheme's weights; nullptr if there is none, or none that is new here.
 template <class S, PanelForm kForm, InputScale kInput, bool kForeign>
 constexpr PanelMultiply choose() {
   constexpr Operand w = S::scheme.weight, activation = S::scheme.activation;
@@ -167,9 +173,10 @@ constexpr PanelMultiply choose() {
                             : kInput == InputScale::chunk ? kForm == PanelForm::limbs2
                                                           : kForm != PanelForm::limbs2;
   constexpr int short_block = w.group.k <= 32 ? w.group.k : 0;
-  if constexpr (possible && can_multiply<w.value>(kForm))
-    return multiply<
-        Kernel<w.value, block_scale(w, kForeign), short_block, w.zero_point.stored(), kForm, kInput>>;
+  if constexpr (possible && can_multiply<w.value>(kForm)) {
+    using K = Kernel<w.value, block_scale(w, kForeign), short_block, w.zero_point.stored(), kForm, kInput>;
+    if constexpr (K::kIsNew) return multiply<K>;
+  }
   return nullptr;
 }
 
@@ -197,7 +204,12 @@ constexpr Table table = [] {
 }();
 
 PanelMultiply find(SchemeId id, PanelForm form, InputScale scale, bool foreign) {
-  return table.at[static_cast<std::size_t>(id)][static_cast<int>(form)][static_cast<int>(scale)][foreign];
+  const PanelMultiply found =
+      table.at[static_cast<std::size_t>(id)][static_cast<int>(form)][static_cast<int>(scale)][foreign];
+#if defined(GATEFOLD_ISA_BELOW)
+  if (found == nullptr) return GATEFOLD_ISA_BELOW::panel_kernels.find(id, form, scale, foreign);
+#endif
+  return found;
 }
 
 }  // namespace

@@ -29,9 +29,9 @@ struct Arithmetic {
   /// The most tokens of one stream: as many as their sums leave room for.
   static constexpr int kStreamTokens = kTiles                       ? (kBytes ? 2 : 0)
                                        : kRowsRegisters == 1        ? 8
+                                       : kRowsRegisters == 4        ? 2
                                        : kForm == PanelForm::limbs1 ? 5
-                                       : kRowsRegisters == 2        ? 3
-                                                                    : 2;
+                                                                    : 3;
   /// Sums of a block that run side by side, as one would wait for itself; sum c takes units c, c + chains,
   /// ... Floats always have as many, so that a token's result does not depend on its neighbours. Blocks of
   /// few units overlap, and dot4s has less to wait for.
@@ -128,6 +128,17 @@ struct Kernel : Arithmetic<kPanelForm, kAnyDot4 || Values<kValue>::kNarrow, kSho
   static constexpr bool kDecoded =
       !A::kScaled &&
       (A::kBytes ? kValue == formats::int8 : kPanelForm == PanelForm::pairs && kValue == formats::bf16);
+  /// Whether it has instructions that GATEFOLD_ISA_BELOW lacks; else that one's kernel is taken.
+#if defined(__AMX_TILE__)
+  static constexpr bool kIsNew = A::kTiles;
+#elif defined(GATEFOLD_DOT2)  // and look-ups of bytes
+  static constexpr bool kIsNew =
+      kPanelForm == PanelForm::pairs || (A::kBytes && kValue.bits == 4 && kValue.is_float());
+#elif defined(GATEFOLD_ISA_BELOW)
+  static constexpr bool kIsNew = A::kBytes;
+#else
+  static constexpr bool kIsNew = true;
+#endif
 
   static void decode(const V& values, Codes zeros, const std::byte* p, Codes* units) {
     if constexpr (A::kBytes) {
