@@ -25,13 +25,12 @@ Costs costs_of(const GemmWork& work, const PackedFormat& format, const GemmChoic
   const GemmKernel& kernel = choice.kernels[0];
   const int bits = format.value.bits;
   if (choice.tuning.body == CudaTuning::Body::warps) {
-    const bool few = kernel.tokens <= kTileTokens;
-    if (format.for_bytes) return few ? Costs{46, 12.4, 0} : Costs{98, 9.8, 0};
-    if (bits == 4) return {few ? 26.0 : 80.0, 11.2, 0};
-    if (bits == 8) return few ? Costs{62, 18, 0} : Costs{156, 11.8, 0};
+    if (format.for_bytes) return {46, 12.4, 0};
+    if (bits == 4) return {26, 11.2, 0};
+    if (bits == 8) return {62, 18, 0};
     if (format.value == formats::f16 && work.input == InputKind::bf16)  // as two bf16 each
       return {1250, 15, 0};
-    return few ? Costs{157, 22.2, 0} : Costs{220, 27.5, 0};
+    return kernel.tokens <= kTileTokens ? Costs{157, 22.2, 0} : Costs{220, 27.5, 0};
   }
   const bool of_bytes = kernel.byte_order != 0,
              few = kernel.tokens <= (of_bytes && !format.for_bytes ? kFewTokensOfBytes : kFewTokensOfTile);
@@ -283,7 +282,7 @@ std::vector<GemmChoice> find_choices(const GemmWork& work) {
     choice.whole = choice.tuning.tile_tokens == choice.kernels[0].tokens;
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
-  for (const int tokens : {8, 16, 32}) add(Body::warps, tokens);
+  for (const int tokens : {kTileTokens, 4 * kTileTokens}) add(Body::warps, tokens);
   static_assert(kTokensOfTwoUnits == kFewTokensOfTile);
   for (const int tokens : {32, kFewTokensWithParts, kFewTokensOfBytes, kFewTokensOfTile, 128,
                            kManyTokensOfTile, 192, kMostTokensOfTile})

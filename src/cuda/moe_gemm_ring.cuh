@@ -47,16 +47,15 @@ struct GemmTraits {
   static constexpr int extra_stride = P.apart() ? P.extra_bytes() : record_bytes;
   static constexpr int warps = 8;  ///< of a team that multiply; two more fill the ring
   static constexpr int threads = (warps + 2) * 32;
-  /// Teams of a block, as registers (small groups take many) and shared memory allow.
-  static constexpr bool many_scales = !P.folded && (P.group <= 32 || (P.group <= 64 && P.zeros));
-  static constexpr int teams = step_bytes < 8192 && tiles < (many_scales ? 2 : 4) ? 2 : 1;
+  /// Teams of a block, as registers and shared memory allow.
+  static constexpr int teams = step_bytes < 8192 && tiles == 1 ? 2 : 1;
   /// A scheduler has a quarter of the registers, and of the warps, rounded up.
   static constexpr int bounds = (teams * threads + 127) / 128 * 128;
   static constexpr int shared_tiles = tiles < 2 ? tiles : 2;  ///< of warps that share a group
   static constexpr int weight_bytes = warps * step_bytes;     ///< of a stage
   static constexpr int extras_at = weight_bytes, inputs_at = extras_at + warps * step_extra_bytes;
   /// Warps that may share a group, where a tile has all its tokens.
-  static constexpr int full_slices = tiles == 1 ? 4 : tiles == 2 ? 2 : 1;
+  static constexpr int full_slices = tiles == 1 ? 4 : 1;
   static constexpr int input_bytes = tokens * input_stride(full_slices);
   static constexpr int stage_bytes = inputs_at + input_bytes;
   static constexpr int ring_bytes =

@@ -66,16 +66,14 @@ GemmKernel make_among(SchemeId id, bool wide, InputKind input, const Make& make)
   return found;
 }
 
+/// From more than a tile of tokens on warpgroups are faster, where they can multiply.
 template <auto Which>
 GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
   return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
-    // Registers do not hold four tiles beside scales of groups of 32 and zero points or codes of 8 bits.
-    constexpr PackedFormat P = packed_format(S::scheme, kWide);
-    constexpr bool small = P.group == 32 && !P.folded && (P.zeros || P.value.bits == 8);
-    constexpr int most = small ? 2 : 4;
-    return tokens <= kTileTokens       ? gemm_kernel<S, kWide, kInput, 1>()
-           : tokens <= 2 * kTileTokens ? gemm_kernel<S, kWide, kInput, 2>()
-                                       : gemm_kernel<S, kWide, kInput, most>();
+    using Few = GemmTraits<S, kWide, kInput, 1>;
+    if constexpr (Few::split_inputs || Few::split_weights)
+      if (tokens > kTileTokens) return gemm_kernel<S, kWide, kInput, 4>();
+    return gemm_kernel<S, kWide, kInput, 1>();
   });
 }
 

@@ -299,7 +299,7 @@ TEST_F(GpuLinear, BadCalls) {
   EXPECT_FALSE(LinearPlan::create(weights.shape(), {.act_dtype = DType::f32}).ok());
   LinearOptions forced;
   forced.cuda_tuning = CudaTuning{CudaTuning::Body::warps, 12};
-  EXPECT_NE(LinearPlan::create(weights.shape(), forced).status().message().find("warps, 16 tokens"),
+  EXPECT_NE(LinearPlan::create(weights.shape(), forced).status().message().find("warps, 8 tokens"),
             std::string::npos);
   EXPECT_NE(
       LinearPlan::create({SchemeId::bf16, 1, 64, 64}, {.act_dtype = DType::f16, .batch_invariant = true})
