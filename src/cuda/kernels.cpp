@@ -11,8 +11,8 @@ std::size_t layout_bytes(SchemeId id, Format scale_format, std::int64_t n, std::
   return static_cast<std::size_t>(cuda::PackedShape(format, n, k, 1).bytes());
 }
 
-const WeightLayout layout{"cuda records 7", layout_bytes, cuda::DeviceWeights::allocate};
-static_assert(cuda::kPackedVersion == 7, "the layout's name says the version");
+const WeightLayout layout{"cuda records 8", layout_bytes, cuda::DeviceWeights::allocate};
+static_assert(cuda::kPackedVersion == 8, "the layout's name says the version");
 
 }  // namespace
 

@@ -28,9 +28,9 @@
 /// smaller products are rounded to multiples of 2^-24, and what lies 2^-30 below the largest scale or more is
 /// 0.
 ///
-/// Scales that a checkpoint has in f16 or f32 instead of bf16 are f32; or f16, of int4 where groups have less
-/// than 128 columns: times a power of two, one for each row, by which the largest of its row is within [2^14,
-/// 2^15). f16 scales are exact down to 2^-28 of that, f32 scales rounded.
+/// Scales that a checkpoint has in f16 or f32 instead of bf16, and all of codes of 8 bits, are f32; or f16,
+/// of int4 where groups have less than 128 columns: times a power of two, one for each row, by which the
+/// largest of its row is within [2^14, 2^15). f16 scales are exact down to 2^-28 of that, f32 scales rounded.
 
 #include <cstddef>
 #include <cstdint>
@@ -40,7 +40,7 @@
 
 namespace gatefold::cuda {
 
-inline constexpr int kPackedVersion = 7;
+inline constexpr int kPackedVersion = 8;
 inline constexpr int kUnitRows = 16;
 inline constexpr int kGroupUnits = 2;  ///< units whose records lie side by side
 inline constexpr int kRecordColumns = 128;
@@ -113,9 +113,10 @@ constexpr bool can_pack(const Operand& w) {
          (w.group.k >= 32 || (w.group.k == 16 && folds(w)));
 }
 
-/// Whether a checkpoint may hold f16 or f32 scales instead of the scheme's.
+/// Whether scales have 16 bits if a checkpoint has the scheme's format, and other ones if it has f16 or f32.
+/// Those of codes of 8 bits, of which they are a small part, are f32 in any case.
 constexpr bool may_be_wide(const Operand& w) {
-  return w.group.k != 0 && w.group.n == 1 && w.scale.bits == 16;
+  return w.group.k != 0 && w.group.n == 1 && w.scale.bits == 16 && w.value.bits == 4;
 }
 
 /// Whether codes of activations are e4m3 with f32 scales of rows, which can be multiplied as such.
@@ -151,7 +152,8 @@ constexpr PackedFormat packed_format(const Scheme& s, bool wide = false) {
   p.zeros = w.zero_point.stored();
   wide &= may_be_wide(w);
   const bool products = wide && multiplies_products(p) && p.group < kRecordColumns;
-  p.scale = products ? formats::f16 : wide || p.banded ? formats::f32 : w.scale;
+  const bool always_wide = w.scale.bits == 16 && w.value.bits == 8;
+  p.scale = products ? formats::f16 : wide || always_wide || p.banded ? formats::f32 : w.scale;
   p.folded = folds(w);
   p.for_bytes = folds_to_bytes(s);
   p.row_scale |= p.folded || products;

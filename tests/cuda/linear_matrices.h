@@ -58,7 +58,7 @@ struct Matrices {
           values[static_cast<std::size_t>(row * k + col)] = 0;
       auto matrix = quantize(id, {values.data(), DType::f32, n, k});
       EXPECT_TRUE(matrix.ok()) << matrix.status().message();
-      if (scales != formats::bf16 && cuda::may_be_wide(scheme(id).weight)) {
+      if (scales != formats::bf16 && scheme(id).weight.scale == formats::bf16) {
         std::vector<float> numbers(matrix->scales.size() / 2);
         load_scales(matrix->scale_format, matrix->scales.data(), 0, static_cast<std::int64_t>(numbers.size()),
                     numbers.data());
