@@ -86,8 +86,8 @@ class LaneRows {
     if (gate_up_)
       finish_channels_alone(sums);
     else if (f32)
-      finish_rarely(sums,
-                    [&](Sums& own, int first) { store_rows<float>(own, first, [](float x) { return x; }); });
+      finish_pieces_in_turn(
+          sums, [&](Sums& own, int first) { store_rows<float>(own, first, [](float x) { return x; }); });
     else
       finish_pieces_in_turn(sums, [&](Sums& own, int first) {
         store_rows<std::uint16_t>(own, first,
@@ -130,15 +130,6 @@ class LaneRows {
       scale(own, first);
       store(own, first);
     }
-  }
-
-  /// For ends that few layers have: with little code where there are many tokens.
-  template <class AllSums, class Store>
-  __device__ __forceinline__ void finish_rarely(AllSums& sums, Store&& store) const {
-    if constexpr (T::few || T::bytes)
-      finish_pieces(sums, store);
-    else
-      finish_pieces_in_turn(sums, store);
   }
 
   /// Tokens of an item from this lane's one on; none of a row that the matrix lacks.
@@ -200,27 +191,26 @@ class LaneRows {
       gate = activate(gate, sums[i / 2 * 4 + 2 + i % 2]);
     }
   }
-  /// Channels of each piece, in the places of gates. kRare: for layers that round them afterwards, with
-  /// little code.
-  template <bool kRare = false, class AllSums, class Store>
+  /// Channels of each piece, in the places of gates.
+  template <class AllSums, class Store>
   __device__ __forceinline__ void finish_channels(AllSums& sums, Store&& store) const {
-    const Activation& by = args_.activation;
-    if (is_geglu(by))
-      return finish_pieces_in_turn(sums, [&](Sums& own, int first) {
-        for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
-        store(own, first);
-      });
-    if constexpr (!kRare)
-      if (is_plain_swiglu(by))
-        return finish_pieces(sums, [&](Sums& own, int first) {
-          for_channels(own, [&](float gate, float up) { return swiglu<true>(by, gate, up); });
-          store(own, first);
-        });
-    const auto finish = [&](Sums& own, int first) {
-      for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
+    if (!is_plain_swiglu(args_.activation)) return finish_channels_in_turn(sums, store);
+    finish_pieces(sums, [&](Sums& own, int first) {
+      for_channels(own, [&](float gate, float up) { return swiglu<true>(args_.activation, gate, up); });
       store(own, first);
-    };
-    kRare ? finish_rarely(sums, finish) : finish_pieces(sums, finish);
+    });
+  }
+  /// By any activation, with little code.
+  template <class AllSums, class Store>
+  __device__ __forceinline__ void finish_channels_in_turn(AllSums& sums, Store&& store) const {
+    const Activation& by = args_.activation;
+    finish_pieces_in_turn(sums, [&](Sums& own, int first) {
+      if (is_geglu(by))
+        for_channels(own, [&](float gate, float up) { return activate(by, gate, up); });
+      else
+        for_channels(own, [&](float gate, float up) { return swiglu<false>(by, gate, up); });
+      store(own, first);
+    });
   }
 
   /// Where a slot's rows are.
@@ -245,7 +235,7 @@ class LaneRows {
     if constexpr (leaves_codes<T>)
       finish_codes(sums);
     else if constexpr (!leaves_narrow_rows<T>)
-      finish_channels<true>(sums, [&](const Sums& own, int first) { store_channels(own, first); });
+      finish_channels_in_turn(sums, [&](const Sums& own, int first) { store_channels(own, first); });
   }
 
   /// Codes, in tiles: 8 bytes of each token.

@@ -3,7 +3,7 @@
 namespace gatefold::cuda {
 
 constexpr bool is_int4(Format value) {
-  return value.bits == 4 && value.is_integer();
+  return value == formats::int4;
 }
 
 GemmKernel find_warpgroup_gemm_int4(SchemeId scheme, bool wide, InputKind input, int tokens) {
