@@ -1,5 +1,3 @@
-#include <cooperative_groups.h>
-
 #include <algorithm>
 
 #include "cuda/launch.h"
@@ -20,13 +18,13 @@ constexpr bool scales_by_cluster(const Operand& a) {
 }
 /// For those blocks. All have to be there already.
 __device__ __forceinline__ float max_over_cluster(float x) {
-  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-  const unsigned blocks = cluster.num_blocks();
+  const unsigned blocks = __clusterSizeInBlocks();
   x = row_max(x);
   if (blocks == 1) return x;
   __shared__ float of_blocks[kMostBlocks];
-  if (threadIdx.x < blocks) *cluster.map_shared_rank(of_blocks + cluster.block_rank(), threadIdx.x) = x;
-  cluster.sync();
+  if (threadIdx.x < blocks)
+    *in_block_of_cluster(of_blocks + rank_in_cluster(), static_cast<int>(threadIdx.x)) = x;
+  sync_cluster();
 #pragma unroll 1
   for (unsigned block = 0; block < blocks; ++block) x = fmaxf(x, of_blocks[block]);
   return x;
@@ -142,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(const InputArgs args) 
   const unsigned blocks = gridDim.y, block = blockIdx.y;  // of the row
   const bool with_static = a.may_be_static() && args.static_scales != nullptr;
   if constexpr (scales_by_cluster(a) && !kOfCopies)
-    if (blocks > 1 && !with_static) cooperative_groups::this_cluster().sync();  // see max_over_cluster
+    if (blocks > 1 && !with_static) sync_cluster();  // see max_over_cluster
   if (!args.x_is_old)
     wait_and_let_start(args);
   else if (threadIdx.x == 0 && threadIdx.y == 0)

@@ -3,6 +3,8 @@
 /// Packing: matrices in the canonical layout (gatefold/quantize.h) to records (packed.h). The pieces run on
 /// the host and on the device: pack_weights.cu has the kernel.
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <span>
 
@@ -204,7 +206,8 @@ GATEFOLD_HD float row_scale(const PackedFormat& p, const PackRow& at, const RowR
   return scale_value(at.source.scale_format, scale_code(at.source, at.row, 0));
 }
 
-/// Packs on the host. `out` is zeroed.
+/// `out` is zeroed.
+cudaError_t launch_pack(const PackJob& job, cudaStream_t stream);
 void pack_on_host(const PackJob& job);
 
 }  // namespace gatefold::cuda

@@ -1,5 +1,5 @@
 #include "cuda/elements.cuh"
-#include "cuda/weights.h"
+#include "cuda/pack.h"
 
 namespace gatefold::cuda {
 namespace {

@@ -8,8 +8,6 @@
 
 namespace gatefold::cuda {
 
-cudaError_t launch_pack(const PackJob& job, cudaStream_t stream);
-
 /// Whether a matrix has group scales in f16 or f32 where its scheme has bf16 (packed.h).
 bool is_wide(SchemeId scheme, Format scale_format);
 
