@@ -35,9 +35,10 @@ struct LinearShape {
 /// them.
 class LinearWeights {
  public:
-  /// Memory: the packed matrices and up to three times 16 MiB, on the device and on the host. Errors:
-  /// device_info's, matrices of different schemes or shapes, parts of the wrong size, some with static
-  /// activation scales and some without, columns in an order, no memory.
+  /// Group scales of int4 are not rounded to bf16 here, as rows may have any type: beside bf16 rows, bf16
+  /// scales are the fastest. Memory: the packed matrices and up to three times 16 MiB, on the device and on
+  /// the host. Errors: device_info's, matrices of different schemes or shapes, parts of the wrong size, some
+  /// with static activation scales and some without, columns in an order, no memory.
   static Result<LinearWeights> pack(std::span<const QuantizedMatrix* const> matrices, int device = 0);
 
   const LinearShape& shape() const;

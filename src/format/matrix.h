@@ -70,6 +70,16 @@ inline void load_scales(Format format, const std::byte* scales, std::int64_t at,
   });
 }
 
+/// Rounds the scales to another format, in which they are then stored.
+inline void convert_scales(QuantizedMatrix& matrix, Format format) {
+  const std::size_t count = matrix.scales.size() / static_cast<std::size_t>(matrix.scale_format.bits / 8);
+  std::vector<float> scales(count);
+  load_scales(matrix.scale_format, matrix.scales.data(), 0, static_cast<std::int64_t>(count), scales.data());
+  matrix.scale_format = format;
+  matrix.scales.resize(count * static_cast<std::size_t>(format.bits / 8));
+  store_scales(matrix, 0, scales.data(), count);
+}
+
 /// The scales and zero points of a matrix in the canonical layout.
 struct MatrixParts {
   const Operand& operand;

@@ -13,15 +13,6 @@ namespace gatefold {
 
 namespace {
 
-/// Scales of groups in f16 instead of bf16.
-void store_scales_in_f16(QuantizedMatrix& matrix) {
-  const auto count = static_cast<std::int64_t>(matrix.scales.size()) / 2;
-  std::vector<float> scales(static_cast<std::size_t>(count));
-  load_scales(matrix.scale_format, matrix.scales.data(), 0, count, scales.data());
-  matrix.scale_format = formats::f16;
-  store_scales(matrix, 0, scales.data(), scales.size());
-}
-
 /// Random weights of one expert: gate, up, down.
 Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
   std::mt19937 random(1);
@@ -35,7 +26,8 @@ Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
     for (std::size_t i = 0; i < w.size(); ++i) w[i] = pattern[i % pattern.size()];
     Result<QuantizedMatrix> matrix = quantize(spec.scheme, {w.data(), DType::f32, n, k});
     if (!matrix) return matrix.status();
-    if (spec.act_dtype == DType::f16 && matrix->scale_format == formats::bf16) store_scales_in_f16(*matrix);
+    if (spec.act_dtype == DType::f16 && matrix->scale_format == formats::bf16)
+      convert_scales(*matrix, formats::f16);
     matrices.push_back(std::move(*matrix));
   }
   return matrices;

@@ -67,24 +67,35 @@ Status check_vectors(const MoeSpec& spec, const LayerVectors& v) {
 }
 
 /// A source whose first matrix is taken at once: what its scales are stored in decides how much memory all of
-/// them need.
+/// them need. Scales are as the layout has them beside hidden states of this type.
 class PeekedSource {
  public:
-  PeekedSource(const ExpertSource& source, bool used) : source_(source) {
-    if (used) first_.emplace(source(0, Projection::gate));
+  PeekedSource(const ExpertSource& source, bool used, const WeightLayout& layout, DType act_dtype)
+      : source_(source), layout_(layout), act_dtype_(act_dtype) {
+    if (used) first_.emplace(take(0, Projection::gate));
   }
   Format scale_format() const { return first_ && *first_ ? (*first_)->scale_format : Format{}; }
 
   /// Must be called for expert 0's gate first.
   Result<QuantizedMatrix> operator()(int expert, Projection projection) {
-    if (!first_) return source_(expert, projection);
+    if (!first_) return take(expert, projection);
     Result<QuantizedMatrix> matrix = std::move(*first_);
     first_.reset();
     return matrix;
   }
 
  private:
+  Result<QuantizedMatrix> take(int expert, Projection projection) const {
+    Result<QuantizedMatrix> matrix = source_(expert, projection);
+    if (!matrix || layout_.scale_format == nullptr) return matrix;
+    const Format format = layout_.scale_format(matrix->scheme, matrix->scale_format, act_dtype_);
+    if (format != matrix->scale_format) convert_scales(*matrix, format);
+    return matrix;
+  }
+
   const ExpertSource& source_;
+  const WeightLayout& layout_;
+  const DType act_dtype_;
   std::optional<Result<QuantizedMatrix>> first_;
 };
 
@@ -185,7 +196,8 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
     return Status(Code::unsupported,
                   fmt::format("no kernel for {}: {}", scheme(spec.scheme).name, fmt::join(refused, "; ")));
   state->layout = kernel->layout;
-  PeekedSource routed_source(routed, true), shared_source(shared, spec.shared.intermediate != 0);
+  PeekedSource routed_source(routed, true, *state->layout, spec.act_dtype),
+      shared_source(shared, spec.shared.intermediate != 0, *state->layout, spec.act_dtype);
   const std::size_t each = Packer::bytes(*state->layout, spec.scheme, routed_source.scale_format(),
                                          spec.hidden, spec.intermediate);
   const std::size_t shared_bytes =

@@ -1,8 +1,10 @@
 // What tiles leave: results in bf16, of all columns or in parts, beside the same ones in f32; codes, beside
-// those of a kernel that rounds; and the largest number of a tensor, beside that which a kernel finds.
+// those of a kernel that rounds; and the largest number of a tensor, beside that which a kernel finds. And
+// what weights are by scales that are rounded to bf16, beside those by scales in bf16.
 #include <bit>
 
 #include "../moe_layer.h"
+#include "format/matrix.h"
 #include "gatefold/codec.h"
 #include "gpu.h"
 #include "moe/host_calls.h"
@@ -75,6 +77,51 @@ TEST_F(NarrowResults, OfEveryCandidate) {
           out.push_back(decode<formats::bf16>(code));
         EXPECT_LE(relative_l2(out, {expected.begin(), expected.end()}), 0x1p-8);
       }
+  }
+}
+
+// Scales of groups in f16, as in AWQ and GPTQ. Where products with them are rounded to bf16, so are they.
+TEST_F(NarrowResults, ScalesOfGroups) {
+  for (const auto& [scheme, type, rounded] : {std::tuple{SchemeId::int4_g32, DType::bf16, true},
+                                              {SchemeId::uint4_g64, DType::bf16, true},
+                                              {SchemeId::int4_g128, DType::bf16, true},
+                                              {SchemeId::uint4_g128, DType::bf16, true},
+                                              {SchemeId::int4_g32, DType::f16, false},
+                                              {SchemeId::uint4_g128, DType::f16, false},
+                                              {SchemeId::int4_g128_afp8, DType::bf16, false},
+                                              {SchemeId::int4_g32_aint8, DType::bf16, false}}) {
+    SCOPED_TRACE(testing::Message() << gatefold::scheme(scheme).name << ' ' << name(type));
+    MoeSpec spec = small_spec(scheme);
+    spec.act_dtype = type;
+    Layer layer(spec);
+    ReferenceWeights in_f16 = layer.reference(), in_bf16 = in_f16;
+    for (std::size_t e = 0; e < in_f16.routed.size(); ++e)
+      for (QuantizedMatrix ReferenceFfn::*matrix :
+           {&ReferenceFfn::gate, &ReferenceFfn::up, &ReferenceFfn::down}) {
+        QuantizedMatrix& m = in_f16.routed[e].*matrix;
+        convert_scales(m, formats::f32);
+        std::vector<float> scales(m.scales.size() / 4);
+        load_scales(m.scale_format, m.scales.data(), 0, static_cast<std::int64_t>(scales.size()),
+                    scales.data());
+        for (float& scale : scales) scale *= 1 + 0x1p-10f;  // which bf16 has not
+        store_scales(m, 0, scales.data(), scales.size());
+        convert_scales(m, formats::f16);
+        in_bf16.routed[e].*matrix = m;
+        convert_scales(in_bf16.routed[e].*matrix, formats::bf16);
+      }
+    const PlanOptions options{.max_tokens = 130, .debug_workspace = true};
+    const ExpertWeights by_f16 = pack(spec, in_f16, options, Device::cuda()),
+                        by_bf16 = pack(spec, in_bf16, options, Device::cuda());
+    const auto plan = MoePlan::create(spec, options, Device::cuda());
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    for (const std::size_t tokens : {2, 130}) {
+      const auto x = codes_of<formats::bf16>(layer.numbers(tokens * 256, 1.0f));
+      const Routed routed = route(tokens);
+      EXPECT_EQ(run<float>(*plan, by_f16, x, routed, DType::f32) ==
+                    run<float>(*plan, by_bf16, x, routed, DType::f32),
+                rounded)
+          << tokens << " tokens";
+    }
   }
 }
 

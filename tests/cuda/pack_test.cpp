@@ -8,6 +8,7 @@
 #include "cuda/decode_bytes.h"
 #include "cuda/pack.h"
 #include "format/matrix.h"
+#include "moe/kernel.h"
 
 namespace gatefold::cuda {
 namespace {
@@ -477,6 +478,21 @@ TEST(Pack, InPiecesOfLimitedSize) {
         EXPECT_EQ(pack(matrices, false, bytes).bytes, whole.bytes) << all_schemes()[id].name << bytes;
       }
     }
+  }
+}
+
+/// Only of groups of int4, and only where products with them may be rounded to bf16.
+TEST(Pack, ScalesBesideBf16) {
+  for (const KernelInfo& kernel : cuda_kernels()) {
+    const Scheme& s = scheme(kernel.scheme);
+    const bool groups = s.weight.value.is_integer() && s.weight.value.bits == 4 && s.weight.group.k != 0;
+    for (const Format stored : {formats::bf16, formats::f16, formats::f32})
+      for (const DType type : {DType::bf16, DType::f16}) {
+        const bool rounded = groups && type == DType::bf16 && !s.activation.quantized();
+        EXPECT_TRUE(kernel.layout->scale_format(kernel.scheme, stored, type) ==
+                    (rounded ? formats::bf16 : stored))
+            << kernel.name << ' ' << name(stored) << ' ' << name(type);
+      }
   }
 }
 
