@@ -10,11 +10,7 @@ namespace {
 /// The same values under scales stored as f32.
 QuantizedMatrix widened(const QuantizedMatrix& m) {
   QuantizedMatrix wide = m;
-  wide.scale_format = formats::f32;
-  wide.scales.resize(wide.layout().scale_bytes);
-  std::vector<float> scales(wide.scales.size() / sizeof(float));
-  load_scales(m.scale_format, m.scales.data(), 0, static_cast<std::int64_t>(scales.size()), scales.data());
-  store_scales(wide, 0, scales.data(), scales.size());
+  convert_scales(wide, formats::f32);
   return wide;
 }
 

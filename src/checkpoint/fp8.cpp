@@ -81,7 +81,10 @@ class Reader final : public CompanionReader<Parts> {
     QuantizedMatrix& matrix = parts.matrix;
     matrix.values = read_bytes(source_, *parts.values);
     matrix.scales = read_bytes(source_, *parts.scales);
-    if (matrix.scale_format == formats::f32 && parts.scales->dtype == DType::f8_e8m0) widen_exponents(matrix);
+    if (matrix.scale_format == formats::f32 && parts.scales->dtype == DType::f8_e8m0) {
+      matrix.scale_format = formats::ue8m0;  // as read
+      convert_scales(matrix, formats::f32);
+    }
     if (parts.input_scale != nullptr) {
       const auto value = read_single(source_, *parts.input_scale);
       if (!value) return value.status();
@@ -159,15 +162,6 @@ class Reader final : public CompanionReader<Parts> {
     if (parsed_.block_n == 0) return quantization_of(config_);
     return fmt::format("{}.weight_block_size [{}, {}]", quantization_of(config_), parsed_.block_n,
                        parsed_.block_k);
-  }
-
-  /// Block scales that are powers of two: bytes to f32.
-  static void widen_exponents(QuantizedMatrix& matrix) {
-    std::vector<float> values(matrix.scales.size());
-    load_scales(formats::ue8m0, matrix.scales.data(), 0, static_cast<std::int64_t>(values.size()),
-                values.data());
-    matrix.scales.resize(values.size() * sizeof(float));
-    store_scales(matrix, 0, values.data(), values.size());
   }
 
   Config parsed_;

@@ -98,9 +98,9 @@ Result<std::vector<std::byte>> exact_scales(const QuantizedMatrix& matrix, Forma
   if (matrix.scale_format == format) return matrix.scales;
   const std::vector<float> scales = all_scales(matrix);
   QuantizedMatrix out;
-  out.scale_format = format;
-  out.scales.resize(scales.size() * static_cast<std::size_t>(format.bits / 8));
-  store_scales(out, 0, scales.data(), scales.size());
+  out.scale_format = matrix.scale_format;
+  out.scales = matrix.scales;
+  convert_scales(out, format);
   const std::vector<float> back = all_scales(out);
   for (std::size_t i = 0; i < scales.size(); ++i)
     if (back[i] != scales[i])

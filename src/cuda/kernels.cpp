@@ -15,8 +15,7 @@ std::size_t layout_bytes(SchemeId id, Format scale_format, std::int64_t n, std::
 /// of other types would have to be applied to sums instead, which takes up to a third more time.
 Format scale_format(SchemeId id, Format stored, DType act_dtype) {
   const Scheme& s = scheme(id);
-  const bool rounded = cuda::is_wide(id, stored) && (stored == formats::f16 || stored == formats::f32) &&
-                       act_dtype == DType::bf16 && !s.activation.quantized();
+  const bool rounded = cuda::is_wide(id, stored) && act_dtype == DType::bf16 && !s.activation.quantized();
   return rounded ? s.weight.scale : stored;
 }
 

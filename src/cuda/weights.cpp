@@ -11,7 +11,7 @@ constexpr std::size_t kMostStaged = 16 << 20;
 
 bool is_wide(SchemeId id, Format scale_format) {
   const Operand& w = scheme(id).weight;
-  return may_be_wide(w) && scale_format != w.scale;
+  return may_be_wide(w) && (scale_format == formats::f16 || scale_format == formats::f32);
 }
 
 DeviceWeights::Staging::~Staging() {
