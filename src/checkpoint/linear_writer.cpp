@@ -14,13 +14,6 @@ namespace {
 constexpr const LinearWriter* writers[] = {&compressed_tensors_writer, &gptq_writer, &awq_writer,
                                            &modelopt_writer};
 
-std::vector<float> all_scales(const QuantizedMatrix& matrix) {
-  const auto count = static_cast<std::int64_t>(matrix.scales.size()) / (matrix.scale_format.bits / 8);
-  std::vector<float> scales(static_cast<std::size_t>(count));
-  load_scales(matrix.scale_format, matrix.scales.data(), 0, count, scales.data());
-  return scales;
-}
-
 /// The scale that gives the same products with `numbers` in the other direction.
 std::optional<TensorScale> turned(const TensorScale& scale, const std::vector<float>& numbers) {
   const float inverse = 1.0f / scale.value;

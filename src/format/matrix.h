@@ -70,14 +70,19 @@ inline void load_scales(Format format, const std::byte* scales, std::int64_t at,
   });
 }
 
+inline std::vector<float> all_scales(const QuantizedMatrix& matrix) {
+  const auto count = static_cast<std::int64_t>(matrix.scales.size()) / (matrix.scale_format.bits / 8);
+  std::vector<float> scales(static_cast<std::size_t>(count));
+  load_scales(matrix.scale_format, matrix.scales.data(), 0, count, scales.data());
+  return scales;
+}
+
 /// Rounds the scales to another format, in which they are then stored.
 inline void convert_scales(QuantizedMatrix& matrix, Format format) {
-  const std::size_t count = matrix.scales.size() / static_cast<std::size_t>(matrix.scale_format.bits / 8);
-  std::vector<float> scales(count);
-  load_scales(matrix.scale_format, matrix.scales.data(), 0, static_cast<std::int64_t>(count), scales.data());
+  const std::vector<float> scales = all_scales(matrix);
   matrix.scale_format = format;
-  matrix.scales.resize(count * static_cast<std::size_t>(format.bits / 8));
-  store_scales(matrix, 0, scales.data(), count);
+  matrix.scales.resize(scales.size() * static_cast<std::size_t>(format.bits / 8));
+  store_scales(matrix, 0, scales.data(), scales.size());
 }
 
 /// The scales and zero points of a matrix in the canonical layout.

@@ -59,12 +59,9 @@ struct Matrices {
       auto matrix = quantize(id, {values.data(), DType::f32, n, k});
       EXPECT_TRUE(matrix.ok()) << matrix.status().message();
       if (scales != formats::bf16 && scheme(id).weight.scale == formats::bf16) {
-        std::vector<float> numbers(matrix->scales.size() / 2);
-        load_scales(matrix->scale_format, matrix->scales.data(), 0, static_cast<std::int64_t>(numbers.size()),
-                    numbers.data());
+        std::vector<float> numbers = all_scales(*matrix);
         for (float& number : numbers) number *= 1 + 0x1p-10f;  // which bf16 has not
-        matrix->scale_format = scales;
-        matrix->scales.resize(matrix->layout().scale_bytes);
+        convert_scales(*matrix, scales);
         store_scales(*matrix, 0, numbers.data(), numbers.size());
       }
       all.push_back(std::move(*matrix));

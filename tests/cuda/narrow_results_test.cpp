@@ -99,13 +99,10 @@ TEST_F(NarrowResults, ScalesOfGroups) {
       for (QuantizedMatrix ReferenceFfn::*matrix :
            {&ReferenceFfn::gate, &ReferenceFfn::up, &ReferenceFfn::down}) {
         QuantizedMatrix& m = in_f16.routed[e].*matrix;
-        convert_scales(m, formats::f32);
-        std::vector<float> scales(m.scales.size() / 4);
-        load_scales(m.scale_format, m.scales.data(), 0, static_cast<std::int64_t>(scales.size()),
-                    scales.data());
+        std::vector<float> scales = all_scales(m);
         for (float& scale : scales) scale *= 1 + 0x1p-10f;  // which bf16 has not
-        store_scales(m, 0, scales.data(), scales.size());
         convert_scales(m, formats::f16);
+        store_scales(m, 0, scales.data(), scales.size());
         in_bf16.routed[e].*matrix = m;
         convert_scales(in_bf16.routed[e].*matrix, formats::bf16);
       }
