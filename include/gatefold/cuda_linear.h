@@ -35,11 +35,14 @@ struct LinearShape {
 /// them.
 class LinearWeights {
  public:
-  /// Group scales of int4 are not rounded to bf16 here, as rows may have any type: beside bf16 rows, bf16
-  /// scales are the fastest. Memory: the packed matrices and up to three times 16 MiB, on the device and on
-  /// the host. Errors: device_info's, matrices of different schemes or shapes, parts of the wrong size, some
-  /// with static activation scales and some without, columns in an order, no memory.
-  static Result<LinearWeights> pack(std::span<const QuantizedMatrix* const> matrices, int device = 0);
+  /// Group scales of int4 that are stored in f16 or f32 are rounded to bf16 (moe.h), unless act_dtype is f16
+  /// and the scheme's activations are not quantized: such matrices can be multiplied by plans with act_dtype
+  /// f16 alone, all others by plans with either. Memory: the packed matrices and up to three times 16 MiB, on
+  /// the device and on the host, and of matrices whose scales are rounded a copy of one. Errors:
+  /// device_info's, act_dtype neither bf16 nor f16, matrices of different schemes or shapes, parts of the
+  /// wrong size, some with static activation scales and some without, columns in an order, no memory.
+  static Result<LinearWeights> pack(std::span<const QuantizedMatrix* const> matrices,
+                                    DType act_dtype = DType::bf16, int device = 0);
 
   const LinearShape& shape() const;
   int device() const;
@@ -96,7 +99,7 @@ class LinearPlan {
   /// Allocates nothing, throws nothing, returns before the work in `stream` is done, and can be captured in a
   /// graph (but with debug_workspace); a replay may find other offsets. One scale per tensor is one per
   /// group. Errors: shapes that contradict the plan's, rows > max_rows, null or unaligned pointers, a
-  /// workspace too small.
+  /// workspace too small, scales of weights that were kept for f16 rows.
   Status grouped_gemm(const LinearWeights& weights, const LinearInputs& inputs, const MutableMatrixView& y,
                       std::span<std::byte> workspace, Stream stream = nullptr) const;
   /// The same of one matrix, by all rows; without offsets.

@@ -18,9 +18,9 @@
 /// On a GPU int4 weights with a bf16 scale for each group (of zero points: up to 64 columns) may be what they
 /// are when dequantized to bf16, code * scale rounded, where activations are bf16, and those with f16 scales
 /// of groups up to 64 columns the same in f16: for experts of some 10 tokens or more, and with
-/// batch_invariant always. In schemes with 16-bit activations, if these are bf16, scales that are stored in
-/// f16 or f32 are rounded to bf16 when int4 weights are packed (off by 2^-9 at most). Else f32 scales of
-/// groups up to 64 columns are rounded to f16, times a power of two for each row.
+/// batch_invariant always. Scales of int4 that are stored in f16 or f32 are rounded to bf16 when weights are
+/// packed for a GPU (off by 2^-9 at most), unless activations are f16. Beside these f32 scales of groups up
+/// to 64 columns are rounded to f16, times a power of two for each row.
 
 #include <cstddef>
 #include <cstdint>

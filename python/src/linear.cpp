@@ -19,7 +19,8 @@ std::string device_text(const PackedMatrices& m) {
   return fmt::format("cuda:{}", m.weights().device());
 }
 
-std::shared_ptr<PackedMatrices> pack(nb::object object, const std::string& device_name, bool weights_only,
+std::shared_ptr<PackedMatrices> pack(nb::object object, const std::string& device_name,
+                                     const std::string& act_dtype_name, bool weights_only,
                                      bool batch_invariant, bool fast_accumulation) {
   const Device device = to_device(device_name);
   if (device.kind == Device::Kind::cpu)
@@ -27,12 +28,14 @@ std::shared_ptr<PackedMatrices> pack(nb::object object, const std::string& devic
         fmt::format("device = '{}': matrices are packed for GPUs; on the CPU gatefold.scaled_mm and "
                     "gatefold.grouped_gemm multiply them as they are",
                     device_name));
+  const DType act_dtype = to_act_dtype(act_dtype_name);
   std::vector<nb::object> held;
   const std::vector<const QuantizedMatrix*> matrices = to_matrices(object, "matrices", held);
   use_threads();
   const nb::gil_scoped_release release;
-  return Handled::make<PackedMatrices>(value(cuda::LinearWeights::pack(matrices, device.index)),
-                                       cuda::LinearOptions{.weights_only = weights_only,
+  return Handled::make<PackedMatrices>(value(cuda::LinearWeights::pack(matrices, act_dtype, device.index)),
+                                       cuda::LinearOptions{.act_dtype = act_dtype,
+                                                           .weights_only = weights_only,
                                                            .batch_invariant = batch_invariant,
                                                            .fast_accumulation = fast_accumulation});
 }
@@ -100,9 +103,9 @@ void PlannedProduct::run(const cuda::LinearInputs& inputs, const MutableMatrixVi
 
 std::shared_ptr<PlannedProduct> PackedMatrices::planned(const MatrixView& x) {
   cuda::LinearOptions options = options_;
-  options.act_dtype = x.dtype == DType::f16 ? DType::f16 : DType::bf16;
+  if (x.dtype == DType::f16 || x.dtype == DType::bf16) options.act_dtype = x.dtype;
   options.debug_workspace = debugging_operators();
-  auto& plans = x.dtype == DType::f16 ? f16_plans_ : bf16_plans_;
+  auto& plans = options.act_dtype == DType::f16 ? f16_plans_ : bf16_plans_;
   return plans.find(x.rows, {.debug = options.debug_workspace}, [&](int most) {
     options.max_rows = most;
     return std::make_shared<PlannedProduct>(weights_, options);
@@ -131,18 +134,21 @@ void add_linear(nb::module_& m) {
       m, "LinearWeights",
       "Matrices of one scheme and shape in the memory of a GPU, as its kernels read them. Immutable: any "
       "number of plans and threads may use it.")
-      .def_static(
-          "pack", &pack, "matrices"_a, "device"_a = "cuda", nb::kw_only(), "weights_only"_a = false,
-          "batch_invariant"_a = false, "fast_accumulation"_a = false,
-          R"(Packs a QuantizedMatrix [n, k], or a sequence of them of one scheme and shape, for a GPU:
+      .def_static("pack", &pack, "matrices"_a, "device"_a = "cuda", nb::kw_only(), "act_dtype"_a = "bf16",
+                  "weights_only"_a = false, "batch_invariant"_a = false, "fast_accumulation"_a = false,
+                  R"(Packs a QuantizedMatrix [n, k], or a sequence of them of one scheme and shape, for a GPU:
 'cuda' or 'cuda:N'. They are copied. Memory beside the packed matrices: up to three times 16 MiB, on the GPU and on the
-host. weights_only, batch_invariant, fast_accumulation: how torch operators multiply, as for LinearPlan.create.
+host.
+
+act_dtype: of the rows that they are for where the scheme leaves activations in 16 bit, 'bf16' or 'f16'. Group scales of int4
+that are stored in f16 or f32 are rounded to bf16, unless it is 'f16': such weights are for rows in f16 alone, all others for
+rows of any type. weights_only, batch_invariant, fast_accumulation: how torch operators multiply, as for LinearPlan.create.
 
 Raises InvalidArgument for a device that is no GPU and for matrices of different schemes or shapes, Unsupported without a
 GPU that the kernels can use and for schemes that they cannot multiply, IoError if there is not enough memory.)",
-          nb::sig("def pack(matrices: QuantizedMatrix | collections.abc.Iterable[QuantizedMatrix], "
-                  "device: str = 'cuda', *, weights_only: bool = False, batch_invariant: bool = False, "
-                  "fast_accumulation: bool = False) -> LinearWeights"))
+                  nb::sig("def pack(matrices: QuantizedMatrix | collections.abc.Iterable[QuantizedMatrix], "
+                          "device: str = 'cuda', *, act_dtype: str = 'bf16', weights_only: bool = False, "
+                          "batch_invariant: bool = False, fast_accumulation: bool = False) -> LinearWeights"))
       .def_prop_ro(
           "scheme",
           [](const PackedMatrices& m) { return std::string(scheme(m.weights().shape().scheme).name); })

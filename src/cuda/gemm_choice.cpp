@@ -256,7 +256,7 @@ double predict(const GemmWork& work, const GemmChoice& choice, int tokens, const
 std::vector<GemmChoice> find_choices(const GemmWork& work) {
   using Body = CudaTuning::Body;
   std::vector<GemmChoice> choices;
-  const bool wide = may_be_wide(gatefold::scheme(work.scheme).weight);
+  const bool wide = work.input == InputKind::f16 && may_be_wide(gatefold::scheme(work.scheme).weight);
   const bool overflows =
       work.bytes == InputKind::int8 &&
       std::ranges::any_of(work.multiplies, [](const GemmMatrices& m) { return m.k > kMostInt8Columns; });

@@ -11,15 +11,7 @@ std::size_t layout_bytes(SchemeId id, Format scale_format, std::int64_t n, std::
   return static_cast<std::size_t>(cuda::PackedShape(format, n, k, 1).bytes());
 }
 
-/// Beside bf16 activations products of codes and group scales are rounded to bf16 (rounds_products). Scales
-/// of other types would have to be applied to sums instead, which takes up to a third more time.
-Format scale_format(SchemeId id, Format stored, DType act_dtype) {
-  const Scheme& s = scheme(id);
-  const bool rounded = cuda::is_wide(id, stored) && act_dtype == DType::bf16 && !s.activation.quantized();
-  return rounded ? s.weight.scale : stored;
-}
-
-const WeightLayout layout{"cuda records 8", layout_bytes, cuda::DeviceWeights::allocate, scale_format};
+const WeightLayout layout{"cuda records 8", layout_bytes, cuda::DeviceWeights::allocate, cuda::packed_scales};
 static_assert(cuda::kPackedVersion == 8, "the layout's name says the version");
 
 }  // namespace

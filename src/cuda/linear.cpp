@@ -7,6 +7,7 @@
 #include "cuda/slots.h"
 #include "cuda/weights.h"
 #include "format/code_rows.h"
+#include "format/matrix.h"
 #include "gatefold/cuda_linear.h"
 
 namespace gatefold::cuda {
@@ -21,6 +22,11 @@ Status invalid(std::string message) {
 
 PackedShape packed_shape(const LinearShape& shape, bool wide) {
   return {packed_format(scheme(shape.scheme), wide), shape.n, shape.k, 1};
+}
+
+Status check_act_dtype(DType dtype) {
+  if (dtype == DType::bf16 || dtype == DType::f16) return {};
+  return invalid(fmt::format("act_dtype is {}, expected BF16 or F16", name(dtype)));
 }
 
 /// Why the kernels cannot multiply, in words; empty if they can.
@@ -92,20 +98,25 @@ std::size_t LinearWeights::packed_bytes() const {
   return state_->memory->bytes();
 }
 
-Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const> matrices, int device) {
+Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const> matrices, DType act_dtype,
+                                          int device) {
+  if (Status status = check_act_dtype(act_dtype); !status.ok()) return status;
   if (matrices.empty() || matrices.size() > kMostMatrices)
     return invalid(fmt::format("{} matrices, expected 1..{}", matrices.size(), kMostMatrices));
   const QuantizedMatrix& first = *matrices[0];
   auto state = std::make_shared<State>();
   state->shape = {first.scheme, static_cast<int>(matrices.size()), first.n, first.k};
   if (!can_pack(scheme(first.scheme).weight)) return Status(Code::unsupported, refuses(first.scheme, {}));
-  const bool wide = is_wide(first.scheme, first.scale_format);
+  const auto scales_of = [&](const QuantizedMatrix& m) {
+    return packed_scales(m.scheme, m.scale_format, act_dtype);
+  };
+  const bool wide = is_wide(first.scheme, scales_of(first));
   std::vector<TensorScale> scales;
   for (std::size_t i = 0; i < matrices.size(); ++i) {
     const QuantizedMatrix& m = *matrices[i];
     if (Status status = check_matrix(m, first.scheme, first.n, first.k); !status.ok())
       return Status(status.code(), fmt::format("matrix {} {}", i, status.message()));
-    if (is_wide(m.scheme, m.scale_format) != wide)
+    if (is_wide(m.scheme, scales_of(m)) != wide)
       return Status(Code::unsupported, fmt::format("matrix {} stores its scales as {}, matrix 0 as {}", i,
                                                    name(m.scale_format), name(first.scale_format)));
     if (m.input_scale) scales.push_back(*m.input_scale);
@@ -119,7 +130,13 @@ Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const
   static_cast<DeviceWeights&>(*state->memory).in_order = keeps_order(scheme(first.scheme));
   PackedMatrix packed;
   for (std::size_t i = 0; i < matrices.size(); ++i) {
-    if (Status status = state->memory->pack(matrices[i], 1, i * each, &packed); !status.ok()) return status;
+    const QuantizedMatrix* matrix = matrices[i];
+    std::optional<QuantizedMatrix> converted;
+    if (const Format format = scales_of(*matrix); format != matrix->scale_format) {
+      matrix = &converted.emplace(*matrix);
+      convert_scales(*converted, format);
+    }
+    if (Status status = state->memory->pack(matrix, 1, i * each, &packed); !status.ok()) return status;
     if (i == 0) state->matrices.data = packed.data;
   }
   state->matrices.expert_stride = static_cast<std::int64_t>(each);
@@ -160,8 +177,7 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
     return invalid(fmt::format("{} matrices [{}, {}]", shape.matrices, shape.n, shape.k));
   if (options.max_rows <= 0 || options.max_rows > limit)
     return invalid(fmt::format("max_rows = {} is not within 1..{}", options.max_rows, limit));
-  if (options.act_dtype != DType::bf16 && options.act_dtype != DType::f16)
-    return invalid(fmt::format("act_dtype is {}, expected BF16 or F16", name(options.act_dtype)));
+  if (Status status = check_act_dtype(options.act_dtype); !status.ok()) return status;
   const auto info = device_info(device);
   if (!info) return info.status();
   MoeSpec spec;
@@ -221,6 +237,8 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
     return invalid(fmt::format("{} matrices [{}, {}] of {}, the plan is for {} [{}, {}] of {}", w.matrices,
                                w.n, w.k, scheme(w.scheme).name, shape.matrices, shape.n, shape.k,
                                scheme(shape.scheme).name));
+  if (weights.state().matrices.wide && options.act_dtype != DType::f16)
+    return invalid("the weights were packed for F16 rows, the plan is for BF16 ones");
   if (weights.device() != device.index)
     return invalid(
         fmt::format("the weights are on device {}, the plan is for {}", weights.device(), device.index));

@@ -11,7 +11,8 @@ using Find = GemmKernel(SchemeId scheme, bool wide, InputKind input, int tokens)
 // One source file each, so that they are compiled side by side.
 Find find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4;
 Find find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4, find_warpgroup_gemm_uint4,
-    find_warpgroup_gemm_fp4, find_warpgroup_gemm_bytes;
+    find_warpgroup_gemm_fp4;
+GemmKernel find_warpgroup_gemm_bytes(SchemeId scheme, InputKind input, int tokens);
 
 namespace {
 
@@ -73,7 +74,7 @@ GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
 }
 
 GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  if (are_bytes(input)) return find_warpgroup_gemm_bytes(scheme, wide, input, tokens);
+  if (are_bytes(input)) return wide ? GemmKernel{} : find_warpgroup_gemm_bytes(scheme, input, tokens);
   return first_found<find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4,
                      find_warpgroup_gemm_uint4, find_warpgroup_gemm_fp4>(scheme, wide, input, tokens);
 }

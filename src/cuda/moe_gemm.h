@@ -213,7 +213,7 @@ struct GemmKernel {
     return {tiled, p.folded, p.value.bits == 8, byte_order, p.for_bytes, input_scale};
   }
 };
-/// `wide`: packed_format. `tokens`: that most items have at most, a hint.
+/// `wide`: packed_format; beside f16 only (packed_scales). `tokens`: that most items have at most, a hint.
 GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).

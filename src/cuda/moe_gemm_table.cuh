@@ -40,12 +40,12 @@ GemmKernel gemm_kernel() {
           .team_groups = T::warps / T::full_slices};
 }
 
-template <class S, bool kWide, class Make>
+template <class S, class Make>
 GemmKernel make_for(InputKind input, const Make& make) {
-  if (input == InputKind::bf16) return make.template operator()<S, kWide, InputKind::bf16>();
-  if (input == InputKind::f16) return make.template operator()<S, kWide, InputKind::f16>();
+  if (input == InputKind::bf16) return make.template operator()<S, false, InputKind::bf16>();
+  if (input == InputKind::f16) return make.template operator()<S, false, InputKind::f16>();
   if constexpr (has_record_scales(S::id))
-    return make.template operator()<S, kWide, InputKind::bf16_record_scales>();
+    return make.template operator()<S, false, InputKind::bf16_record_scales>();
   return {};
 }
 
@@ -58,9 +58,11 @@ GemmKernel make_among(SchemeId id, bool wide, InputKind input, const Make& make)
     if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id) {
       if (S::id != first_with_weights_of(id)) return;
       if constexpr (may_be_wide(w))
-        found = wide ? make_for<S, true>(input, make) : make_for<S, false>(input, make);
-      else
-        found = make_for<S, false>(input, make);
+        if (wide) {  // packed_scales
+          if (input == InputKind::f16) found = make.template operator()<S, true, InputKind::f16>();
+          return;
+        }
+      found = make_for<S>(input, make);
     }
   });
   return found;

@@ -47,14 +47,14 @@ GemmKernel kernel_of() {
           .byte_order = byte_order(T::P)};
 }
 
-template <class S, bool kWide>
+template <class S>
 GemmKernel kernel_for(InputKind input, int tokens) {
   GemmKernel found;
   const auto make = [&]<InputKind kInput>() {
-    using Few = ByteTraits<S, kWide, kInput, TileSize::few>;
-    using Some = ByteTraits<S, kWide, kInput, TileSize::some>;
-    using Many = ByteTraits<S, kWide, kInput, TileSize::many>;
-    using Most = ByteTraits<S, kWide, kInput, TileSize::most>;
+    using Few = ByteTraits<S, kInput, TileSize::few>;
+    using Some = ByteTraits<S, kInput, TileSize::some>;
+    using Many = ByteTraits<S, kInput, TileSize::many>;
+    using Most = ByteTraits<S, kInput, TileSize::most>;
     if constexpr (has_kind(S::id, kInput == InputKind::e4m3_fast ? InputKind::e4m3 : kInput) &&
                   Most::possible) {
       if (input != kInput) return;
@@ -79,15 +79,12 @@ GemmKernel kernel_for(InputKind input, int tokens) {
 
 }  // namespace
 
-GemmKernel find_warpgroup_gemm_bytes(SchemeId scheme, bool wide, InputKind input, int tokens) {
+GemmKernel find_warpgroup_gemm_bytes(SchemeId scheme, InputKind input, int tokens) {
   GemmKernel found;
   for_each_scheme([&]<class S>() {
     if constexpr (can_pack(S::scheme.weight) && first_with_weights_of(S::id) == S::id) {
       if (S::id != first_with_weights_of(scheme)) return;
-      if constexpr (may_be_wide(S::scheme.weight))
-        found = wide ? kernel_for<S, true>(input, tokens) : kernel_for<S, false>(input, tokens);
-      else
-        found = kernel_for<S, false>(input, tokens);
+      found = kernel_for<S>(input, tokens);
     }
   });
   return found;

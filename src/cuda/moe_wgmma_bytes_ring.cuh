@@ -21,9 +21,9 @@ enum class TileSize { few, some, many, most };
 inline constexpr int kWarpgroupTokens = 64, kWarpTokens = kWarpgroupTokens / 4, kPieceRows = 128,
                      kPieceGroups = kPieceRows / (kGroupUnits * kUnitRows);
 
-template <class SchemeTag, bool kWide, InputKind kInput, TileSize kSize>
+template <class SchemeTag, InputKind kInput, TileSize kSize>
 struct ByteTraits {
-  using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
+  using Plain = GemmTraits<SchemeTag, false, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
   static constexpr InputKind input = kInput;

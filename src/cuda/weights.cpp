@@ -14,6 +14,12 @@ bool is_wide(SchemeId id, Format scale_format) {
   return may_be_wide(w) && (scale_format == formats::f16 || scale_format == formats::f32);
 }
 
+Format packed_scales(SchemeId id, Format stored, DType act_dtype) {
+  const Scheme& s = scheme(id);
+  const bool kept = act_dtype == DType::f16 && !s.activation.quantized();
+  return is_wide(id, stored) && !kept ? s.weight.scale : stored;
+}
+
 DeviceWeights::Staging::~Staging() {
   if (stream == nullptr) return;
   cudaStreamSynchronize(stream);

@@ -10,6 +10,9 @@ namespace gatefold::cuda {
 
 /// Whether a matrix has group scales in f16 or f32 where its scheme has bf16 (packed.h).
 bool is_wide(SchemeId scheme, Format scale_format);
+/// What scales that are stored in `stored` are packed in, for activations of this type where they are not
+/// quantized: only by f16 are wide ones multiplied as they are.
+Format packed_scales(SchemeId scheme, Format stored, DType act_dtype);
 
 /// The matrices that one multiply reads.
 struct DeviceMatrices {

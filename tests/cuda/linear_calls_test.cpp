@@ -255,6 +255,29 @@ TEST_F(GpuLinear, BadCodes) {
   says(message(SchemeId::nvfp4_anvfp4, DType::f4, 256, false, false), "token_scales");
 }
 
+/// Scales that bf16 has not, kept for f16 rows.
+TEST_F(GpuLinear, TypesOfRows) {
+  const Matrices matrices(SchemeId::int4_g128, 1, 64, 256, formats::f16);
+  const LinearWeights kept = matrices.pack(DType::f16), rounded = matrices.pack();
+  EXPECT_EQ(kept.shape(), rounded.shape());
+  const Rows x(DType::f16, 8, 256);
+  const LinearOptions f16{.max_rows = 8, .act_dtype = DType::f16}, bf16{.max_rows = 8};
+  EXPECT_NE(run(kept, f16, x, {}), run(rounded, f16, x, {}));
+  const auto plan = LinearPlan::create(kept.shape(), bf16);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const DeviceVector<std::uint16_t> rows(x.codes);
+  const DeviceVector<float> y(8 * 64);
+  const DeviceVector<std::byte> memory(plan->workspace_bytes());
+  const auto call = [&](const LinearWeights& weights) {
+    return plan->scaled_mm(weights, {.x = {rows.data(), DType::f16, 8, 256}}, {y.data(), DType::f32, 8, 64},
+                           {memory.data(), memory.size()});
+  };
+  EXPECT_TRUE(call(rounded).ok()) << call(rounded).message();
+  EXPECT_NE(call(kept).message().find("packed for F16 rows"), std::string::npos) << call(kept).message();
+  EXPECT_NE(LinearWeights::pack(matrices.pointers, DType::f32).status().message().find("F32"),
+            std::string::npos);
+}
+
 TEST_F(GpuLinear, BadCalls) {
   const Matrices matrices(SchemeId::mxfp4, 2, 64, 128), other(SchemeId::mxfp4, 1, 64, 256);
   const LinearWeights weights = matrices.pack();

@@ -68,8 +68,8 @@ struct Matrices {
     }
     for (const QuantizedMatrix& matrix : all) pointers.push_back(&matrix);
   }
-  cuda::LinearWeights pack() const {
-    auto packed = cuda::LinearWeights::pack(pointers);
+  cuda::LinearWeights pack(DType act_dtype = DType::bf16) const {
+    auto packed = cuda::LinearWeights::pack(pointers, act_dtype);
     EXPECT_TRUE(packed.ok()) << packed.status().message();
     return std::move(*packed);
   }

@@ -39,14 +39,17 @@ class EveryLinear : public GpuLinear, public testing::WithParamInterface<SchemeA
 };
 
 void EveryLinear::check_groups(Format scales) const {
-  const bool wide = scales != formats::bf16;
-  const Matrices matrices(id(), 5, 90, ragged_k(), scales);
-  const LinearWeights weights = matrices.pack();
+  Matrices matrices(id(), 5, 90, ragged_k(), scales);
+  const LinearWeights weights = matrices.pack(dtype());
   constexpr int kRows = 952;
   const Rows x(dtype(), kRows, ragged_k());
   const Operand activation = activation_of(id(), dtype());
+  const bool wide = scales != formats::bf16 && activation.value == formats::f16;
+  const Operand& weight = scheme(id()).weight;
+  if (scales != formats::bf16 && !wide && weight.value.bits == 4 && weight.group.k != 0)
+    for (QuantizedMatrix& matrix : matrices.all) convert_scales(matrix, formats::bf16);
   const auto rounded = rounds_weights(scheme(id()), activation, wide);
-  const double of_scales = scales == formats::f32 ? 0x1p-11 : 0;  // which are rounded to f16
+  const double of_scales = wide && scales == formats::f32 ? 0x1p-11 : 0;  // which are rounded to f16
   const std::vector<std::int32_t> all_offsets[] = {
       {0, 1, 1, 4, 170, 180},        {3, 4, 4, 37, 150, 171}, {7, 7, 7, 7, 7, 7},
       {0, 8, 24, 56, 112, 113},      {0, 7, 16, 33, 82, 180}, {0, 125, 257, 398, 550, 658},

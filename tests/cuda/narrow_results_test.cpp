@@ -80,7 +80,7 @@ TEST_F(NarrowResults, OfEveryCandidate) {
   }
 }
 
-// Scales of groups in f16, as in AWQ and GPTQ. Where products with them are rounded to bf16, so are they.
+// Scales of groups in f16, as in AWQ and GPTQ, are rounded to bf16, but beside f16 activations.
 TEST_F(NarrowResults, ScalesOfGroups) {
   for (const auto& [scheme, type, rounded] : {std::tuple{SchemeId::int4_g32, DType::bf16, true},
                                               {SchemeId::uint4_g64, DType::bf16, true},
@@ -88,8 +88,8 @@ TEST_F(NarrowResults, ScalesOfGroups) {
                                               {SchemeId::uint4_g128, DType::bf16, true},
                                               {SchemeId::int4_g32, DType::f16, false},
                                               {SchemeId::uint4_g128, DType::f16, false},
-                                              {SchemeId::int4_g128_afp8, DType::bf16, false},
-                                              {SchemeId::int4_g32_aint8, DType::bf16, false}}) {
+                                              {SchemeId::int4_g128_afp8, DType::bf16, true},
+                                              {SchemeId::int4_g32_aint8, DType::f16, true}}) {
     SCOPED_TRACE(testing::Message() << gatefold::scheme(scheme).name << ' ' << name(type));
     MoeSpec spec = small_spec(scheme);
     spec.act_dtype = type;

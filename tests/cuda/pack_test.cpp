@@ -481,14 +481,14 @@ TEST(Pack, InPiecesOfLimitedSize) {
   }
 }
 
-/// Only of groups of int4, and only where products with them may be rounded to bf16.
+/// Only of groups of int4, and not beside f16.
 TEST(Pack, ScalesBesideBf16) {
   for (const KernelInfo& kernel : cuda_kernels()) {
     const Scheme& s = scheme(kernel.scheme);
     const bool groups = s.weight.value.is_integer() && s.weight.value.bits == 4 && s.weight.group.k != 0;
     for (const Format stored : {formats::bf16, formats::f16, formats::f32})
       for (const DType type : {DType::bf16, DType::f16}) {
-        const bool rounded = groups && type == DType::bf16 && !s.activation.quantized();
+        const bool rounded = groups && (type == DType::bf16 || s.activation.quantized());
         EXPECT_TRUE(kernel.layout->scale_format(kernel.scheme, stored, type) ==
                     (rounded ? formats::bf16 : stored))
             << kernel.name << ' ' << name(stored) << ' ' << name(type);
