@@ -31,18 +31,30 @@ struct LinearShape {
   friend bool operator==(const LinearShape&, const LinearShape&) = default;
 };
 
+struct LinearOptions {
+  int max_rows = 512;
+  /// What activations that are not quantized are rounded to: bf16 or f16. By weights in e4m3, bf16
+  /// activations of 2^72 or more may count as infinite.
+  DType act_dtype = DType::bf16;
+  bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
+  bool debug_workspace = false;  ///< as in PlanOptions; so are the others
+  std::optional<CudaTuning> cuda_tuning = {};
+  bool batch_invariant = false;
+  bool fast_accumulation = false;
+};
+
 /// Matrices in device memory, as the multiplies read them. Immutable; any number of plans and threads may use
 /// them.
 class LinearWeights {
  public:
-  /// Group scales of int4 that are stored in f16 or f32 are rounded to bf16 (moe.h), unless act_dtype is f16
-  /// and the scheme's activations are not quantized: such matrices can be multiplied by plans with act_dtype
-  /// f16 alone, all others by plans with either. Memory: the packed matrices and up to three times 16 MiB, on
-  /// the device and on the host, and of matrices whose scales are rounded a copy of one. Errors:
-  /// device_info's, act_dtype neither bf16 nor f16, matrices of different schemes or shapes, parts of the
-  /// wrong size, some with static activation scales and some without, columns in an order, no memory.
+  /// For plans with these options, of which act_dtype and weights_only matter: beside f16 rows that are not
+  /// quantized, group scales of int4 are packed in f16 or f32, else in bf16 (moe.h). Other weights are the
+  /// same for all plans. Memory: the packed matrices and up to three times 16 MiB, on the device and on the
+  /// host, and a copy of one matrix whose scales are stored otherwise. Errors: device_info's, act_dtype
+  /// neither bf16 nor f16, matrices of different schemes or shapes, parts of the wrong size, some with static
+  /// activation scales and some without, columns in an order, no memory.
   static Result<LinearWeights> pack(std::span<const QuantizedMatrix* const> matrices,
-                                    DType act_dtype = DType::bf16, int device = 0);
+                                    const LinearOptions& options = {}, int device = 0);
 
   const LinearShape& shape() const;
   int device() const;
@@ -54,18 +66,6 @@ class LinearWeights {
  private:
   explicit LinearWeights(std::shared_ptr<const State> state) : state_(std::move(state)) {}
   std::shared_ptr<const State> state_;
-};
-
-struct LinearOptions {
-  int max_rows = 512;
-  /// What activations that are not quantized are rounded to: bf16 or f16. By weights in e4m3, bf16
-  /// activations of 2^72 or more may count as infinite.
-  DType act_dtype = DType::bf16;
-  bool weights_only = false;     ///< leave activations unquantized in schemes that quantize them
-  bool debug_workspace = false;  ///< as in PlanOptions; so are the others
-  std::optional<CudaTuning> cuda_tuning = {};
-  bool batch_invariant = false;
-  bool fast_accumulation = false;
 };
 
 /// Pointers are to memory of the plan's device.
@@ -99,7 +99,7 @@ class LinearPlan {
   /// Allocates nothing, throws nothing, returns before the work in `stream` is done, and can be captured in a
   /// graph (but with debug_workspace); a replay may find other offsets. One scale per tensor is one per
   /// group. Errors: shapes that contradict the plan's, rows > max_rows, null or unaligned pointers, a
-  /// workspace too small, scales of weights that were kept for f16 rows.
+  /// workspace too small, weights that are packed for other rows.
   Status grouped_gemm(const LinearWeights& weights, const LinearInputs& inputs, const MutableMatrixView& y,
                       std::span<std::byte> workspace, Stream stream = nullptr) const;
   /// The same of one matrix, by all rows; without offsets.

@@ -15,12 +15,12 @@
 /// not depend on the other tokens of the call, except in schemes with one activation scale per tensor
 /// (Scheme::batch_dependent) without a static scale. On a GPU it does, by the rounding of f32 sums: how a sum
 /// is cut into parts follows from which experts are in use, unless PlanOptions::batch_invariant is set.
-/// On a GPU int4 weights with a bf16 scale for each group (of zero points: up to 64 columns) may be what they
-/// are when dequantized to bf16, code * scale rounded, where activations are bf16, and those with f16 scales
-/// of groups up to 64 columns the same in f16: for experts of some 10 tokens or more, and with
-/// batch_invariant always. Scales of int4 that are stored in f16 or f32 are rounded to bf16 when weights are
-/// packed for a GPU (off by 2^-9 at most), unless activations are f16. Beside these f32 scales of groups up
-/// to 64 columns are rounded to f16, times a power of two for each row.
+/// On a GPU int4 weights with a scale for each group (of zero points: up to 64 columns) may be what they are
+/// when dequantized to bf16, code * scale rounded, where activations are bf16, and in groups of up to 64
+/// columns the same in f16: for experts of some 10 tokens or more, and with batch_invariant always. When they
+/// are packed for a GPU, scales of int4 are rounded to bf16 (off by 2^-9 at most, if they are stored in f16
+/// or f32). Beside f16 activations they are not, but those of groups of up to 64 columns are rounded to f16,
+/// times a power of two for each row (off by 2^-11 at most, if they are stored in f32).
 
 #include <cstddef>
 #include <cstdint>

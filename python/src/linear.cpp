@@ -20,24 +20,24 @@ std::string device_text(const PackedMatrices& m) {
 }
 
 std::shared_ptr<PackedMatrices> pack(nb::object object, const std::string& device_name,
-                                     const std::string& act_dtype_name, bool weights_only,
-                                     bool batch_invariant, bool fast_accumulation) {
+                                     const std::string& act_dtype, bool weights_only, bool batch_invariant,
+                                     bool fast_accumulation) {
   const Device device = to_device(device_name);
   if (device.kind == Device::Kind::cpu)
     invalid(
         fmt::format("device = '{}': matrices are packed for GPUs; on the CPU gatefold.scaled_mm and "
                     "gatefold.grouped_gemm multiply them as they are",
                     device_name));
-  const DType act_dtype = to_act_dtype(act_dtype_name);
+  const cuda::LinearOptions options{.act_dtype = to_act_dtype(act_dtype),
+                                    .weights_only = weights_only,
+                                    .batch_invariant = batch_invariant,
+                                    .fast_accumulation = fast_accumulation};
   std::vector<nb::object> held;
   const std::vector<const QuantizedMatrix*> matrices = to_matrices(object, "matrices", held);
   use_threads();
   const nb::gil_scoped_release release;
-  return Handled::make<PackedMatrices>(value(cuda::LinearWeights::pack(matrices, act_dtype, device.index)),
-                                       cuda::LinearOptions{.act_dtype = act_dtype,
-                                                           .weights_only = weights_only,
-                                                           .batch_invariant = batch_invariant,
-                                                           .fast_accumulation = fast_accumulation});
+  return Handled::make<PackedMatrices>(value(cuda::LinearWeights::pack(matrices, options, device.index)),
+                                       options);
 }
 
 /// A plan with the matrices that it multiplies by.
@@ -140,9 +140,9 @@ void add_linear(nb::module_& m) {
 'cuda' or 'cuda:N'. They are copied. Memory beside the packed matrices: up to three times 16 MiB, on the GPU and on the
 host.
 
-act_dtype: of the rows that they are for where the scheme leaves activations in 16 bit, 'bf16' or 'f16'. Group scales of int4
-that are stored in f16 or f32 are rounded to bf16, unless it is 'f16': such weights are for rows in f16 alone, all others for
-rows of any type. weights_only, batch_invariant, fast_accumulation: how torch operators multiply, as for LinearPlan.create.
+act_dtype, weights_only: of plans that they are for, as for LinearPlan.create. Beside rows in f16 that are not quantized,
+group scales of int4 are packed in f16 or f32, else in bf16; other weights are the same for all plans. act_dtype is also what
+torch operators round rows in f32 to; they multiply with weights_only, batch_invariant and fast_accumulation.
 
 Raises InvalidArgument for a device that is no GPU and for matrices of different schemes or shapes, Unsupported without a
 GPU that the kernels can use and for schemes that they cannot multiply, IoError if there is not enough memory.)",

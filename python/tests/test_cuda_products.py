@@ -22,7 +22,8 @@ def rows(count, seed=8):
 
 
 def linear_plan(of, max_rows=70, **options):
-    return gatefold.LinearPlan.create(gatefold.LinearWeights.pack(of), max_rows=max_rows, **options)
+    types = {name: options[name] for name in ("act_dtype", "weights_only") if name in options}
+    return gatefold.LinearPlan.create(gatefold.LinearWeights.pack(of, **types), max_rows=max_rows, **options)
 
 
 def ints(*values):
@@ -117,7 +118,8 @@ def test_products_as_operators(scheme):
     bias, handle, create = torch.randn(3, N, device="cuda"), many.handle, gatefold.LinearPlan.create
     grouped = lambda x, offsets: ops.grouped_gemm(x * 2, offsets, handle, N, bias=bias, dtype=torch.float32) + 1
     assert torch.equal(ops.scaled_mm(x, one.handle, N), create(one).scaled_mm(x))
-    assert torch.equal(ops.scaled_mm(x.half(), one.publish(scheme), N), create(one, act_dtype="f16").scaled_mm(x.half()))
+    half = pack(1, act_dtype="f16")
+    assert torch.equal(ops.scaled_mm(x.half(), half.publish(scheme), N), create(half, act_dtype="f16").scaled_mm(x.half()))
     sums = torch.empty(9, N, device="cuda")
     assert torch.equal(grouped(x, offsets), create(many).grouped_gemm(x * 2, offsets, bias=bias, out=sums) + 1)
     torch.library.opcheck(ops.scaled_mm.packed, (x, one.handle, N))

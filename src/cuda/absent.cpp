@@ -57,7 +57,8 @@ Status quantize_activations(SchemeId, const QuantizeInputs&, const QuantizeOutpu
 struct LinearWeights::State {
   LinearShape shape;
 };
-Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const>, DType, int) {
+Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const>, const LinearOptions&,
+                                          int) {
   return absent();
 }
 const LinearShape& LinearWeights::shape() const {

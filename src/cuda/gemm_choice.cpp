@@ -22,7 +22,7 @@ struct Costs {
   double decode, token, end, several = 1, second_start = kStart;
 };
 Costs costs_of(const GemmWork& work, const PackedFormat& format, const GemmChoice& choice) {
-  const GemmKernel& kernel = choice.kernels[0];
+  const GemmKernel& kernel = choice.full;
   const int bits = format.value.bits;
   if (choice.tuning.body == CudaTuning::Body::warps) {
     if (format.for_bytes) return {46, 12.4, 0};
@@ -185,8 +185,8 @@ int parts_of_down(const GemmWork& work, const PackedShape& shape, const GemmKern
 int parts_of(const GemmWork& work, const GemmChoice& choice, int tokens, int multiprocessors) {
   if (!work.in_parts) return 1;
   const GemmMatrices& m = work.multiplies.back();
-  const PackedShape shape(packed_format(gatefold::scheme(work.scheme)), m.rows, m.k, m.count);
-  const GemmKernel kernel = choice.kernel(false);
+  const PackedShape shape(work.format(), m.rows, m.k, m.count);
+  const GemmKernel kernel = choice.kernel();
   return work.multiplies.size() == 1 ? parts_of_matrix(shape, kernel, tokens, multiprocessors)
                                      : parts_of_down(work, shape, kernel, tokens, multiprocessors);
 }
@@ -199,27 +199,27 @@ constexpr double kInputs = 4000;  ///< of one that brings rows of 16 bits of one
 double predict(const GemmWork& work, std::size_t i, const GemmChoice& choice, int tokens,
                const std::vector<Load>& loads, int multiprocessors) {
   const GemmMatrices& m = work.multiplies[i];
-  const PackedFormat format = packed_format(gatefold::scheme(work.scheme));
+  const PackedFormat format = work.format();
   const PackedShape shape(format, m.rows, m.k, m.count);
   const Costs costs = costs_of(work, format, choice);
   const bool warps = choice.tuning.body == CudaTuning::Body::warps;
   const int tile = choice.tuning.tile_tokens;
   const double bytes = static_cast<double>(shape.bytes()), steps = static_cast<double>(shape.records),
-               tiles_of_item = tiles_of(shape, choice.kernels[0]);
+               tiles_of_item = tiles_of(shape, choice.full);
   double read = 0, cached = 0, clocks = 0, tiles = 0;
   for (const Load& load : loads) {
     if (load.tokens == 0) continue;
     const int items = (load.tokens + tile - 1) / tile;
     const double of_items = items * load.experts * tiles_of_item;
     tiles += of_items;
-    const double multiplied = multiplied_tokens(choice.tuning, choice.kernels[0], load.tokens, items);
+    const double multiplied = multiplied_tokens(choice.tuning, choice.full, load.tokens, items);
     clocks += (items > 1 ? costs.several : 1) *
               (of_items * steps * costs.decode +
                load.experts * tiles_of_item * multiplied * (steps * costs.token + costs.end));
     cached += items * load.experts * bytes;
     read += load.experts * bytes;
   }
-  const GemmKernel& kernel = choice.kernels[0];
+  const GemmKernel& kernel = choice.full;
   const bool alone = work.multiplies.size() == 1;
   const int parts = i + 1 == work.multiplies.size() ? parts_of(work, choice, tokens, multiprocessors) : 1;
   // Warps share out groups equally, unless they are in parts; tiles are whole.
@@ -256,30 +256,26 @@ double predict(const GemmWork& work, const GemmChoice& choice, int tokens, const
 std::vector<GemmChoice> find_choices(const GemmWork& work) {
   using Body = CudaTuning::Body;
   std::vector<GemmChoice> choices;
-  const bool wide = work.input == InputKind::f16 && may_be_wide(gatefold::scheme(work.scheme).weight);
   const bool overflows =
       work.bytes == InputKind::int8 &&
       std::ranges::any_of(work.multiplies, [](const GemmMatrices& m) { return m.k > kMostInt8Columns; });
   const InputKind bytes = overflows ? work.input : work.bytes;
   const auto add = [&](Body body, int tokens) {
-    const auto find = [&](bool of_wide) {
-      if (body == Body::warps) return find_gemm(work.scheme, of_wide, work.input, tokens);
-      GemmKernel kernel;
+    GemmKernel kernel;
+    if (body == Body::warps) {
+      kernel = find_gemm(work.scheme, work.input, tokens);
+    } else {
       if (work.fast_accumulation && bytes == InputKind::e4m3)
-        kernel = find_warpgroup_gemm(work.scheme, of_wide, InputKind::e4m3_fast, tokens);
+        kernel = find_warpgroup_gemm(work.scheme, InputKind::e4m3_fast, tokens);
       for (const InputKind kind : {bytes, work.input})
-        if (kernel.function == nullptr) kernel = find_warpgroup_gemm(work.scheme, of_wide, kind, tokens);
-      return kernel;
-    };
-    GemmChoice choice{.tuning = {body, tokens}, .kernels = {find(false), find(wide)}};
-    for (const GemmKernel& kernel : choice.kernels) {
-      if (kernel.function == nullptr) return;
-      if ((tokens == kFewTokensWithParts || tokens == kFewTokensOfTile) && kernel.tokens != tokens)
-        return;  // a larger one, for less
-      if (body == Body::warpgroups && tokens % kernel.token_step != 0) return;
-      choice.tuning.tile_tokens = std::min(choice.tuning.tile_tokens, kernel.tokens);
+        if (kernel.function == nullptr) kernel = find_warpgroup_gemm(work.scheme, kind, tokens);
     }
-    choice.whole = choice.tuning.tile_tokens == choice.kernels[0].tokens;
+    if (kernel.function == nullptr) return;
+    if ((tokens == kFewTokensWithParts || tokens == kFewTokensOfTile) && kernel.tokens != tokens)
+      return;  // a larger one, for less
+    if (body == Body::warpgroups && tokens % kernel.token_step != 0) return;
+    const int most = std::min(tokens, kernel.tokens);
+    const GemmChoice choice{.tuning = {body, most}, .full = kernel, .whole = most == kernel.tokens};
     if (choices.empty() || !(choices.back().tuning == choice.tuning)) choices.push_back(choice);
   };
   for (const int tokens : {kTileTokens, 4 * kTileTokens}) add(Body::warps, tokens);
@@ -345,7 +341,7 @@ Result<GemmTable> GemmTable::create(const GemmWork& work, const DeviceInfo& devi
   table.work_ = work;
   // Not where only items of many tokens can be added up so.
   if (options.batch_invariant &&
-      find_warpgroup_gemm(work.scheme, false, InputKind::e4m3_fast, kTileTokens).function == nullptr)
+      find_warpgroup_gemm(work.scheme, InputKind::e4m3_fast, kTileTokens).function == nullptr)
     table.work_.fast_accumulation = false;
   table.multiprocessors_ = device.multiprocessors;
   const std::vector<GemmChoice> all = find_choices(table.work_);
@@ -368,8 +364,9 @@ Result<GemmTable> GemmTable::create(const GemmWork& work, const DeviceInfo& devi
       table.ranges_.push_back({most, choice});
   }
   for (const Range& range : table.ranges_)
-    for (const GemmKernel& kernel : table.choices_[range.choice].kernels)
-      if (Status status = check(prepare_gemm(kernel), "prepare a multiply"); !status.ok()) return status;
+    if (Status status = check(prepare_gemm(table.choices_[range.choice].full), "prepare a multiply");
+        !status.ok())
+      return status;
   return table;
 }
 

@@ -29,6 +29,8 @@ struct GemmWork {
   int experts = 1, top_k = 1;
   std::vector<GemmMatrices> multiplies;
   bool in_parts = false;  ///< columns of the last matrix may be cut into parts (GemmArgs)
+
+  PackedFormat format() const { return packed_format(gatefold::scheme(scheme), input == InputKind::f16); }
 };
 
 /// More rows of one matrix are work enough without parts.
@@ -36,11 +38,11 @@ inline constexpr int kMostRowsOfParts = 512;
 
 struct GemmChoice {
   CudaTuning tuning;
-  GemmKernel kernels[2];  ///< of weights as the scheme has them, and of wide ones (packed_format)
-  bool whole = false;     ///< items are as large as the kernel allows: its thread blocks can find them
+  GemmKernel full;     ///< by items of as many tokens as the kernel allows
+  bool whole = false;  ///< so are those of the choice: thread blocks can find them
 
-  GemmKernel kernel(bool wide) const {
-    GemmKernel kernel = kernels[wide ? 1 : 0];
+  GemmKernel kernel() const {
+    GemmKernel kernel = full;
     kernel.tokens = tuning.tile_tokens;
     return kernel;
   }

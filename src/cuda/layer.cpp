@@ -102,8 +102,7 @@ class LayerRun {
         choice_(plan.routed.at(tokens_)) {}
 
   Status run() {
-    const GemmKernel gate_up = choice_.kernel(weights_.gate_up.wide),
-                     down = choice_.kernel(weights_.down.wide);
+    const GemmKernel gate_up = choice_.kernel(), down = gate_up;
     // A token's row, which belongs to several experts with scales of their own, is rounded for each as bytes.
     const bool per_slot = with_static() && !codes() && gate_up.byte_order == 0;
     const GemmRouting by_gate_up = route(per_slot, gate_up);
@@ -171,7 +170,7 @@ class LayerRun {
   bool few() const {
     return !tiled() && slots_ <= kFewSlots && spec_.experts <= kFewExperts && choice_.whole;
   }
-  bool tiled() const { return choice_.kernels[0].tiled; }
+  bool tiled() const { return choice_.full.tiled; }
   /// Of what down leaves of a slot. Many of them are half of what the sum reads and writes: if that is bf16,
   /// they may be as well.
   DType slots_dtype() const {
@@ -296,7 +295,8 @@ class LayerRun {
                 const GemmKernel& kernel) const {
     const bool down = kind == GemmKind::down;
     const std::int64_t n = down ? spec_.hidden : ffn.intermediate, k = down ? ffn.intermediate : spec_.hidden;
-    const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme), m.wide), n, k, down ? 1 : 2);
+    const Operand& a = ffn.mid.activation;
+    const PackedShape shape(packed_format(gatefold::scheme(ffn.scheme), a), n, k, down ? 1 : 2);
     GemmArgs args{.weights = m.data,
                   .expert_stride = m.expert_stride,
                   .groups = static_cast<std::int32_t>(shape.units / kGroupUnits),
@@ -308,7 +308,6 @@ class LayerRun {
                   .routed_early = true,
                   .kind = kind,
                   .activation = spec_.activation};
-    const Operand& a = ffn.mid.activation;
     if (down) {
       args.out = ffn.out.at(base_);
       args.out_stride = spec_.hidden;
@@ -372,8 +371,7 @@ class LayerRun {
   void run_shared() {
     const FfnBuffers& ffn = b_.shared;
     const GemmChoice& choice = plan_.shared->at(tokens_);
-    const GemmKernel gate_up = choice.kernel(weights_.shared_gate_up.wide),
-                     down = choice.kernel(weights_.shared_down.wide);
+    const GemmKernel gate_up = choice.kernel(), down = gate_up;
     then("round shared inputs", launch_inputs, hidden(ffn, tokens_, gate_up), stream_);
     const GemmArgs first = gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up);
     then("multiply by the shared gate and up", launch_gemm, gate_up, first, nullptr, multiprocessors(),

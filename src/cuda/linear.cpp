@@ -20,13 +20,19 @@ Status invalid(std::string message) {
   return {Code::invalid_argument, std::move(message)};
 }
 
-PackedShape packed_shape(const LinearShape& shape, bool wide) {
-  return {packed_format(scheme(shape.scheme), wide), shape.n, shape.k, 1};
+PackedShape packed_shape(const LinearShape& shape, const Operand& activation) {
+  return {packed_format(scheme(shape.scheme), activation), shape.n, shape.k, 1};
 }
 
-Status check_act_dtype(DType dtype) {
-  if (dtype == DType::bf16 || dtype == DType::f16) return {};
-  return invalid(fmt::format("act_dtype is {}, expected BF16 or F16", name(dtype)));
+/// What rows are rounded to.
+Result<Operand> activation_of(SchemeId id, const LinearOptions& options) {
+  MoeSpec spec;
+  spec.act_dtype = options.act_dtype;
+  PlanOptions plan;
+  plan.weights_only = options.weights_only;
+  if (options.act_dtype == DType::bf16 || options.act_dtype == DType::f16)
+    return effective_activation(id, spec, plan);
+  return invalid(fmt::format("act_dtype is {}, expected BF16 or F16", name(options.act_dtype)));
 }
 
 /// Why the kernels cannot multiply, in words; empty if they can.
@@ -83,6 +89,7 @@ struct LinearWeights::State {
   LinearShape shape;
   std::unique_ptr<WeightMemory> memory;
   DeviceMatrices matrices;
+  Format scale_format;   ///< as packed
   Memory static_scales;  ///< [matrices] of TensorScale, if there are any
 
   const DeviceInfo& device() const { return static_cast<const DeviceWeights&>(*memory).device(); }
@@ -98,32 +105,26 @@ std::size_t LinearWeights::packed_bytes() const {
   return state_->memory->bytes();
 }
 
-Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const> matrices, DType act_dtype,
-                                          int device) {
-  if (Status status = check_act_dtype(act_dtype); !status.ok()) return status;
+Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const> matrices,
+                                          const LinearOptions& options, int device) {
   if (matrices.empty() || matrices.size() > kMostMatrices)
     return invalid(fmt::format("{} matrices, expected 1..{}", matrices.size(), kMostMatrices));
   const QuantizedMatrix& first = *matrices[0];
   auto state = std::make_shared<State>();
   state->shape = {first.scheme, static_cast<int>(matrices.size()), first.n, first.k};
   if (!can_pack(scheme(first.scheme).weight)) return Status(Code::unsupported, refuses(first.scheme, {}));
-  const auto scales_of = [&](const QuantizedMatrix& m) {
-    return packed_scales(m.scheme, m.scale_format, act_dtype);
-  };
-  const bool wide = is_wide(first.scheme, scales_of(first));
+  const Result<Operand> activation = activation_of(first.scheme, options);
+  if (!activation) return activation.status();
   std::vector<TensorScale> scales;
   for (std::size_t i = 0; i < matrices.size(); ++i) {
     const QuantizedMatrix& m = *matrices[i];
     if (Status status = check_matrix(m, first.scheme, first.n, first.k); !status.ok())
       return Status(status.code(), fmt::format("matrix {} {}", i, status.message()));
-    if (is_wide(m.scheme, scales_of(m)) != wide)
-      return Status(Code::unsupported, fmt::format("matrix {} stores its scales as {}, matrix 0 as {}", i,
-                                                   name(m.scale_format), name(first.scale_format)));
     if (m.input_scale) scales.push_back(*m.input_scale);
     if (scales.size() != (scales.empty() ? 0 : i + 1))
       return invalid(fmt::format("matrix {}: some matrices have an input scale, some have none", i));
   }
-  const auto each = static_cast<std::size_t>(packed_shape(state->shape, wide).bytes());
+  const auto each = static_cast<std::size_t>(packed_shape(state->shape, *activation).bytes());
   auto memory = DeviceWeights::allocate(each * matrices.size(), Device::cuda(device));
   if (!memory) return memory.status();
   state->memory = std::move(*memory);
@@ -132,15 +133,17 @@ Result<LinearWeights> LinearWeights::pack(std::span<const QuantizedMatrix* const
   for (std::size_t i = 0; i < matrices.size(); ++i) {
     const QuantizedMatrix* matrix = matrices[i];
     std::optional<QuantizedMatrix> converted;
-    if (const Format format = scales_of(*matrix); format != matrix->scale_format) {
+    const Format format = packed_scales(matrix->scheme, matrix->scale_format, *activation);
+    if (format != matrix->scale_format) {
       matrix = &converted.emplace(*matrix);
       convert_scales(*converted, format);
     }
     if (Status status = state->memory->pack(matrix, 1, i * each, &packed); !status.ok()) return status;
-    if (i == 0) state->matrices.data = packed.data;
+    if (i > 0) continue;
+    state->matrices.data = packed.data;
+    state->scale_format = format;
   }
   state->matrices.expert_stride = static_cast<std::int64_t>(each);
-  state->matrices.wide = wide;
   if (!scales.empty() && scheme(first.scheme).activation.may_be_static()) {
     const std::size_t bytes = scales.size() * sizeof(TensorScale);
     auto uploaded = Memory::allocate(bytes, "activation scales", device);
@@ -177,24 +180,20 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
     return invalid(fmt::format("{} matrices [{}, {}]", shape.matrices, shape.n, shape.k));
   if (options.max_rows <= 0 || options.max_rows > limit)
     return invalid(fmt::format("max_rows = {} is not within 1..{}", options.max_rows, limit));
-  if (Status status = check_act_dtype(options.act_dtype); !status.ok()) return status;
+  const Result<Operand> activation = activation_of(shape.scheme, options);
+  if (!activation) return activation.status();
   const auto info = device_info(device);
   if (!info) return info.status();
-  MoeSpec spec;
-  spec.act_dtype = options.act_dtype;
-  PlanOptions plan;
-  plan.weights_only = options.weights_only;
-  const Operand activation = effective_activation(shape.scheme, spec, plan);
-  if (const std::string why = refuses(shape.scheme, activation); !why.empty())
+  if (const std::string why = refuses(shape.scheme, *activation); !why.empty())
     return Status(Code::unsupported, why);
 
   const DeviceGuard guard(device);
   const bool in_parts = shape.matrices == 1 && !options.batch_invariant;
   auto table =
       GemmTable::create({.scheme = shape.scheme,
-                         .input = input_kind(activation, packed_format(scheme(shape.scheme)).for_bytes),
-                         .bytes = byte_kind(activation),
-                         .rounds = activation.quantized(),
+                         .input = input_kind(*activation, packed_format(scheme(shape.scheme)).for_bytes),
+                         .bytes = byte_kind(*activation),
+                         .rounds = activation->quantized(),
                          .fast_accumulation = options.fast_accumulation,
                          .experts = shape.matrices,
                          .top_k = 1,
@@ -210,7 +209,7 @@ Result<LinearPlan> LinearPlan::create(const LinearShape& shape, const LinearOpti
     if (const int parts = table->parts(rows); parts > 1)
       part_rows = std::max<std::int64_t>(part_rows, std::int64_t{parts} * rows);
   WorkspaceLayout layout(options.debug_workspace);
-  const LinearBuffers buffers(shape, activation, options.max_rows,
+  const LinearBuffers buffers(shape, *activation, options.max_rows,
                               static_cast<std::size_t>(part_rows * shape.n), layout);
   return LinearPlan(
       std::make_shared<State>(State{shape, options, *info, layout, buffers, std::move(*table)}));
@@ -237,8 +236,12 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
     return invalid(fmt::format("{} matrices [{}, {}] of {}, the plan is for {} [{}, {}] of {}", w.matrices,
                                w.n, w.k, scheme(w.scheme).name, shape.matrices, shape.n, shape.k,
                                scheme(shape.scheme).name));
-  if (weights.state().matrices.wide && options.act_dtype != DType::f16)
-    return invalid("the weights were packed for F16 rows, the plan is for BF16 ones");
+  const Operand& activation = buffers.in.activation;
+  if (const Format scales = weights.state().scale_format;
+      packed_scales(shape.scheme, scales, activation) != scales)
+    return invalid(
+        fmt::format("weights of {} are packed with scales in {}, not for the plan's rows, rounded to {}",
+                    scheme(shape.scheme).name, name(scales), name(activation.value)));
   if (weights.device() != device.index)
     return invalid(
         fmt::format("the weights are on device {}, the plan is for {}", weights.device(), device.index));
@@ -251,7 +254,7 @@ Status LinearPlan::State::check(const LinearWeights& weights, const LinearInputs
     return invalid(
         fmt::format("x is {} and y {}, expected F32, F16 or BF16", name(in.x.dtype), name(y.dtype)));
   if (codes)
-    if (const std::string why = refuses_codes(scheme(w.scheme), buffers.in.activation, in.x, in.token_scales);
+    if (const std::string why = refuses_codes(scheme(w.scheme), activation, in.x, in.token_scales);
         !why.empty())
       return invalid(why);
   if (in.x.rows > 0 && (in.x.data == nullptr || y.data == nullptr))
@@ -303,10 +306,10 @@ Status LinearPlan::State::make_rows(const LinearWeights::State& weights, const L
 Status LinearPlan::State::launch(const LinearWeights::State& weights, const LinearInputs& in,
                                  const MutableMatrixView& y, std::byte* base, cudaStream_t stream) const {
   const DeviceMatrices& w = weights.matrices;
-  const PackedShape packed = packed_shape(shape, w.wide);
+  const PackedShape packed = packed_shape(shape, buffers.in.activation);
   const auto rows = static_cast<std::int32_t>(in.x.rows);
   const GemmChoice& choice = table.at(rows);
-  GemmKernel kernel = choice.kernel(w.wide);
+  GemmKernel kernel = choice.kernel();
   if (kernel.tiled && in.offsets == nullptr) kernel.tokens = rows_of_item(kernel, rows);
   GemmArgs args{.weights = w.data,
                 .expert_stride = w.expert_stride,

@@ -7,19 +7,18 @@
 
 namespace gatefold::cuda {
 
-using Find = GemmKernel(SchemeId scheme, bool wide, InputKind input, int tokens);
+using Find = GemmKernel(SchemeId scheme, InputKind input, int tokens);
 // One source file each, so that they are compiled side by side.
 Find find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4;
 Find find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4, find_warpgroup_gemm_uint4,
-    find_warpgroup_gemm_fp4;
-GemmKernel find_warpgroup_gemm_bytes(SchemeId scheme, InputKind input, int tokens);
+    find_warpgroup_gemm_fp4, find_warpgroup_gemm_bytes;
 
 namespace {
 
 template <Find*... kAll>
-GemmKernel first_found(SchemeId scheme, bool wide, InputKind input, int tokens) {
+GemmKernel first_found(SchemeId scheme, InputKind input, int tokens) {
   GemmKernel found;
-  static_cast<void>(((found = kAll(scheme, wide, input, tokens), found.function != nullptr) || ...));
+  static_cast<void>(((found = kAll(scheme, input, tokens), found.function != nullptr) || ...));
   return found;
 }
 
@@ -68,15 +67,14 @@ void set_rounding(GemmChain& chain, const GemmKernel& kernel, const InputArgs& r
 
 }  // namespace
 
-GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  return first_found<find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4>(scheme, wide, input,
-                                                                                     tokens);
+GemmKernel find_gemm(SchemeId scheme, InputKind input, int tokens) {
+  return first_found<find_gemm_16bit, find_gemm_8bit, find_gemm_int4, find_gemm_fp4>(scheme, input, tokens);
 }
 
-GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  if (are_bytes(input)) return wide ? GemmKernel{} : find_warpgroup_gemm_bytes(scheme, input, tokens);
+GemmKernel find_warpgroup_gemm(SchemeId scheme, InputKind input, int tokens) {
+  if (are_bytes(input)) return find_warpgroup_gemm_bytes(scheme, input, tokens);
   return first_found<find_warpgroup_gemm_16bit, find_warpgroup_gemm_8bit, find_warpgroup_gemm_int4,
-                     find_warpgroup_gemm_uint4, find_warpgroup_gemm_fp4>(scheme, wide, input, tokens);
+                     find_warpgroup_gemm_uint4, find_warpgroup_gemm_fp4>(scheme, input, tokens);
 }
 
 cudaError_t prepare_gemm(const GemmKernel& kernel) {

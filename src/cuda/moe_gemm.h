@@ -213,8 +213,8 @@ struct GemmKernel {
     return {tiled, p.folded, p.value.bits == 8, byte_order, p.for_bytes, input_scale};
   }
 };
-/// `wide`: packed_format; beside f16 only (packed_scales). `tokens`: that most items have at most, a hint.
-GemmKernel find_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
+/// `tokens`: that most items have at most, a hint.
+GemmKernel find_gemm(SchemeId scheme, InputKind input, int tokens);
 
 /// Tokens up to which an item leaves room for four warpgroups that multiply (moe_wgmma.cuh).
 inline constexpr int kFewTokensOfTile = 80;
@@ -225,7 +225,7 @@ inline constexpr int kTokensOfTwoUnits = 80;
 /// The most of an item, by most kernels and by any.
 inline constexpr int kManyTokensOfTile = 160, kMostTokensOfTile = 256;
 /// The kernel for many tokens an expert (moe_wgmma.cuh), where there is one; `tokens` as above.
-GemmKernel find_warpgroup_gemm(SchemeId scheme, bool wide, InputKind input, int tokens);
+GemmKernel find_warpgroup_gemm(SchemeId scheme, InputKind input, int tokens);
 
 /// So many tiles, or as many as `sharing` blocks take together, have all groups.
 GATEFOLD_HD constexpr int tiles_of_item(int groups, int tile_groups, int sharing) {

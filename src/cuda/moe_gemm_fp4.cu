@@ -6,8 +6,8 @@ constexpr bool is_fp4(Format value) {
   return value.bits == 4 && value.is_float();
 }
 
-GemmKernel find_gemm_fp4(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  return find_among<is_fp4>(scheme, wide, input, tokens);
+GemmKernel find_gemm_fp4(SchemeId scheme, InputKind input, int tokens) {
+  return find_among<is_fp4>(scheme, input, tokens);
 }
 
 }  // namespace gatefold::cuda

@@ -23,9 +23,9 @@ struct FewTables {
 };
 
 /// What a kernel is made for.
-template <class SchemeTag, bool kWide, InputKind kInput, int kTileCount>
+template <class SchemeTag, InputKind kInput, int kTileCount>
 struct GemmTraits {
-  static constexpr PackedFormat P = packed_format(SchemeTag::scheme, kWide);
+  static constexpr PackedFormat P = packed_format(SchemeTag::scheme, kInput == InputKind::f16);
   static constexpr InputKind input = kInput;
   static constexpr int tiles = kTileCount, tokens = tiles * kTileTokens;
   /// The multiply's type. bf16 with f16: the f16 operand becomes two bf16.

@@ -27,9 +27,9 @@ constexpr bool has_record_scales(SchemeId id) {
   return any_activation(id, [](const Operand& a) { return a.group.k != 0 && a.scale == formats::f32; });
 }
 
-template <class S, bool kWide, InputKind kInput, int kTiles>
+template <class S, InputKind kInput, int kTiles>
 GemmKernel gemm_kernel() {
-  using T = GemmTraits<S, kWide, kInput, kTiles>;
+  using T = GemmTraits<S, kInput, kTiles>;
   return {.function = reinterpret_cast<const void*>(&moe_gemm<T>),
           .threads = T::threads,
           .shared_bytes = T::table_bytes,
@@ -42,40 +42,32 @@ GemmKernel gemm_kernel() {
 
 template <class S, class Make>
 GemmKernel make_for(InputKind input, const Make& make) {
-  if (input == InputKind::bf16) return make.template operator()<S, false, InputKind::bf16>();
-  if (input == InputKind::f16) return make.template operator()<S, false, InputKind::f16>();
-  if constexpr (has_record_scales(S::id))
-    return make.template operator()<S, false, InputKind::bf16_record_scales>();
+  if (input == InputKind::bf16) return make.template operator()<S, InputKind::bf16>();
+  if (input == InputKind::f16) return make.template operator()<S, InputKind::f16>();
+  if constexpr (has_record_scales(S::id)) return make.template operator()<S, InputKind::bf16_record_scales>();
   return {};
 }
 
 /// What `make` makes of a scheme whose values are of the kind that `Which` accepts.
 template <auto Which, class Make>
-GemmKernel make_among(SchemeId id, bool wide, InputKind input, const Make& make) {
+GemmKernel make_among(SchemeId id, InputKind input, const Make& make) {
   GemmKernel found;
   for_each_scheme([&]<class S>() {
     constexpr Operand w = S::scheme.weight;
-    if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id) {
-      if (S::id != first_with_weights_of(id)) return;
-      if constexpr (may_be_wide(w))
-        if (wide) {  // packed_scales
-          if (input == InputKind::f16) found = make.template operator()<S, true, InputKind::f16>();
-          return;
-        }
-      found = make_for<S>(input, make);
-    }
+    if constexpr (Which(w.value) && can_pack(w) && first_with_weights_of(S::id) == S::id)
+      if (S::id == first_with_weights_of(id)) found = make_for<S>(input, make);
   });
   return found;
 }
 
 /// From more than a tile of tokens on warpgroups are faster, where they can multiply.
 template <auto Which>
-GemmKernel find_among(SchemeId id, bool wide, InputKind input, int tokens) {
-  return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
-    using Few = GemmTraits<S, kWide, kInput, 1>;
+GemmKernel find_among(SchemeId id, InputKind input, int tokens) {
+  return make_among<Which>(id, input, [&]<class S, InputKind kInput>() {
+    using Few = GemmTraits<S, kInput, 1>;
     if constexpr (Few::split_inputs || Few::split_weights)
-      if (tokens > kTileTokens) return gemm_kernel<S, kWide, kInput, 4>();
-    return gemm_kernel<S, kWide, kInput, 1>();
+      if (tokens > kTileTokens) return gemm_kernel<S, kInput, 4>();
+    return gemm_kernel<S, kInput, 1>();
   });
 }
 

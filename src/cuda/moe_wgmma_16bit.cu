@@ -6,8 +6,8 @@ constexpr bool is_16bit(Format value) {
   return value.bits == 16;
 }
 
-GemmKernel find_warpgroup_gemm_16bit(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  return find_warpgroup_among<is_16bit>(scheme, wide, input, tokens);
+GemmKernel find_warpgroup_gemm_16bit(SchemeId scheme, InputKind input, int tokens) {
+  return find_warpgroup_among<is_16bit>(scheme, input, tokens);
 }
 
 }  // namespace gatefold::cuda

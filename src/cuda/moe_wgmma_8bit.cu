@@ -6,8 +6,8 @@ constexpr bool is_8bit(Format value) {
   return value.bits == 8;
 }
 
-GemmKernel find_warpgroup_gemm_8bit(SchemeId scheme, bool wide, InputKind input, int tokens) {
-  return find_warpgroup_among<is_8bit>(scheme, wide, input, tokens);
+GemmKernel find_warpgroup_gemm_8bit(SchemeId scheme, InputKind input, int tokens) {
+  return find_warpgroup_among<is_8bit>(scheme, input, tokens);
 }
 
 }  // namespace gatefold::cuda

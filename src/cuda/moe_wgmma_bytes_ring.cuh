@@ -23,7 +23,7 @@ inline constexpr int kWarpgroupTokens = 64, kWarpTokens = kWarpgroupTokens / 4, 
 
 template <class SchemeTag, InputKind kInput, TileSize kSize>
 struct ByteTraits {
-  using Plain = GemmTraits<SchemeTag, false, kInput, 1>;
+  using Plain = GemmTraits<SchemeTag, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = kInput == InputKind::int8 ? formats::int8 : formats::e4m3;
   static constexpr InputKind input = kInput;

@@ -21,9 +21,9 @@ inline constexpr int kUnitEndBytes = 2 * kUnitRows * 4;  ///< UnitEnds (moe_wgmm
 
 /// `kMany`: for items of more than kFewTokensOfTile, whose sums leave registers for two warpgroups of two
 /// units a warp, not for four of one.
-template <class SchemeTag, bool kWide, InputKind kInput, bool kMany>
+template <class SchemeTag, InputKind kInput, bool kMany>
 struct WarpgroupTraits {
-  using Plain = GemmTraits<SchemeTag, kWide, kInput, 1>;
+  using Plain = GemmTraits<SchemeTag, kInput, 1>;
   static constexpr PackedFormat P = Plain::P;
   static constexpr Format M = Plain::M;
   static constexpr bool bytes = false, few = !kMany;

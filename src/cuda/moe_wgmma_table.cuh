@@ -7,9 +7,9 @@
 
 namespace gatefold::cuda {
 
-template <class S, bool kWide, InputKind kInput, bool kMany>
+template <class S, InputKind kInput, bool kMany>
 GemmKernel warpgroup_kernel() {
-  using T = WarpgroupTraits<S, kWide, kInput, kMany>;
+  using T = WarpgroupTraits<S, kInput, kMany>;
   if constexpr (T::possible)
     return {.function = reinterpret_cast<const void*>(&moe_wgmma<T>),
             .threads = T::threads,
@@ -28,12 +28,12 @@ GemmKernel warpgroup_kernel() {
 }
 
 template <auto Which>
-GemmKernel find_warpgroup_among(SchemeId id, bool wide, InputKind input, int tokens) {
-  return make_among<Which>(id, wide, input, [&]<class S, bool kWide, InputKind kInput>() {
+GemmKernel find_warpgroup_among(SchemeId id, InputKind input, int tokens) {
+  return make_among<Which>(id, input, [&]<class S, InputKind kInput>() {
     // Registers of four warpgroups do not hold sums beside those of a group of columns.
     constexpr bool many = kInput == InputKind::bf16_record_scales;
-    return tokens <= kFewTokensOfTile ? warpgroup_kernel<S, kWide, kInput, many>()
-                                      : warpgroup_kernel<S, kWide, kInput, true>();
+    return tokens <= kFewTokensOfTile ? warpgroup_kernel<S, kInput, many>()
+                                      : warpgroup_kernel<S, kInput, true>();
   });
 }
 

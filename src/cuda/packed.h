@@ -113,8 +113,8 @@ constexpr bool can_pack(const Operand& w) {
          (w.group.k >= 32 || (w.group.k == 16 && folds(w)));
 }
 
-/// Whether scales have 16 bits if a checkpoint has the scheme's format, and other ones if it has f16 or f32.
-/// Those of codes of 8 bits, of which they are a small part, are f32 in any case.
+/// Whether scales are packed in bf16, and beside f16 activations wider, in f16 or f32. (Those of codes of 8
+/// bits, of which they are a small part, are f32 in any case.)
 constexpr bool may_be_wide(const Operand& w) {
   return w.group.k != 0 && w.group.n == 1 && w.scale.bits == 16 && w.value.bits == 4;
 }
@@ -137,7 +137,7 @@ constexpr bool multiplies_products(const PackedFormat& p) {
   return p.value.is_integer() && p.value.bits == 4 && (!p.zeros || p.group < kRecordColumns);
 }
 
-/// `wide`: the checkpoint does.
+/// `wide`: as weights lie beside f16 activations.
 constexpr PackedFormat packed_format(const Scheme& s, bool wide = false) {
   const Operand& w = s.weight;
   PackedFormat p;
@@ -158,6 +158,11 @@ constexpr PackedFormat packed_format(const Scheme& s, bool wide = false) {
   p.for_bytes = folds_to_bytes(s);
   p.row_scale |= p.folded || products;
   return p;
+}
+
+/// Beside such activations.
+constexpr PackedFormat packed_format(const Scheme& s, const Operand& activation) {
+  return packed_format(s, activation.value == formats::f16);
 }
 
 /// Whether rows of codes can be multiplied as they lie in memory, if the weights' columns keep their order.

@@ -14,10 +14,10 @@ bool is_wide(SchemeId id, Format scale_format) {
   return may_be_wide(w) && (scale_format == formats::f16 || scale_format == formats::f32);
 }
 
-Format packed_scales(SchemeId id, Format stored, DType act_dtype) {
-  const Scheme& s = scheme(id);
-  const bool kept = act_dtype == DType::f16 && !s.activation.quantized();
-  return is_wide(id, stored) && !kept ? s.weight.scale : stored;
+Format packed_scales(SchemeId id, Format stored, const Operand& activation) {
+  const Operand& w = scheme(id).weight;
+  if (!may_be_wide(w) || is_wide(id, stored) == (activation.value == formats::f16)) return stored;
+  return is_wide(id, stored) ? w.scale : formats::f32;
 }
 
 DeviceWeights::Staging::~Staging() {
@@ -125,19 +125,14 @@ Status DeviceWeights::finish_packing() {
 
 /// The matrices of all experts must be packed alike: kernels find an expert by its number.
 Status DeviceWeights::find_matrices(const ExpertWeights::State& state) {
-  const auto matrices = [](const PackedMatrix& m) {
-    return DeviceMatrices{m.data, 0, is_wide(m.scheme, m.scale_format)};
-  };
+  const auto matrices = [](const PackedMatrix& m) { return DeviceMatrices{m.data, 0}; };
   const auto find = [&](PackedMatrix Ffn::*matrix, DeviceMatrices& found) -> Status {
     found = matrices(state.routed[0].*matrix);
     if (state.routed.size() > 1) found.expert_stride = (state.routed[1].*matrix).data - found.data;
     for (std::size_t e = 0; e < state.routed.size(); ++e) {
       const PackedMatrix& m = state.routed[e].*matrix;
-      if (is_wide(m.scheme, m.scale_format) != found.wide ||
-          m.data != found.data + static_cast<std::int64_t>(e) * found.expert_stride)
-        return {Code::unsupported,
-                fmt::format("expert {} stores its scales as {}, expert 0 as {}", e, name(m.scale_format),
-                            name((state.routed[0].*matrix).scale_format))};
+      if (m.data != found.data + static_cast<std::int64_t>(e) * found.expert_stride)
+        return {Code::internal, fmt::format("expert {} is packed at another distance", e)};
     }
     return {};
   };

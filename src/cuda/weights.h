@@ -8,17 +8,15 @@
 
 namespace gatefold::cuda {
 
-/// Whether a matrix has group scales in f16 or f32 where its scheme has bf16 (packed.h).
+/// Whether group scales are in f16 or f32 where the scheme has bf16 (may_be_wide).
 bool is_wide(SchemeId scheme, Format scale_format);
-/// What scales that are stored in `stored` are packed in, for activations of this type where they are not
-/// quantized: only by f16 are wide ones multiplied as they are.
-Format packed_scales(SchemeId scheme, Format stored, DType act_dtype);
+/// What scales that are stored in `stored` become before they are packed beside such activations.
+Format packed_scales(SchemeId scheme, Format stored, const Operand& activation);
 
 /// The matrices that one multiply reads.
 struct DeviceMatrices {
   const std::byte* data = nullptr;  ///< of expert 0
   std::int64_t expert_stride = 0;   ///< bytes
-  bool wide = false;
 };
 
 class DeviceWeights final : public WeightMemory {

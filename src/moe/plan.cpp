@@ -209,6 +209,18 @@ Status check_device_ids(const MoeSpec& spec, const MoeInputs& in, cuda::Stream s
   return status.ok() ? check_ids(spec, ids.data(), in.hidden.rows) : status;
 }
 
+/// Scales are what they would be if the matrix were packed for such a plan.
+Status check_scales(const ExpertWeights::State& weights, const PackedMatrix& matrix, const MoeSpec& spec,
+                    const PlanOptions& options) {
+  if (weights.layout->scale_format == nullptr) return {};
+  const Operand activation = effective_activation(matrix.scheme, spec, options);
+  if (weights.layout->scale_format(matrix.scheme, matrix.scale_format, activation) == matrix.scale_format)
+    return {};
+  return {Code::invalid_argument,
+          fmt::format("weights of {} are packed with scales in {}, not for the plan's activations in {}",
+                      scheme(matrix.scheme).name, name(matrix.scale_format), name(activation.value))};
+}
+
 }  // namespace
 
 Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const MoeOutputs& outputs,
@@ -221,6 +233,9 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
     return {Code::invalid_argument,
             fmt::format("weights are packed as '{}', kernel {} reads '{}'", state.layout->name,
                         plan.kernel->name, plan.kernel->layout->name)};
+  for (const PackedMatrix* matrix : {&state.routed[0].gate, &state.shared.gate})
+    if (matrix->data != nullptr)
+      if (Status status = check_scales(state, *matrix, plan.spec, plan.options); !status.ok()) return status;
   if (!(state.device == plan.device))
     return {Code::invalid_argument, "the weights are on another device than the plan's"};
   if (workspace.size() < plan.layout.bytes())

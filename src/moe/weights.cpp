@@ -67,11 +67,11 @@ Status check_vectors(const MoeSpec& spec, const LayerVectors& v) {
 }
 
 /// A source whose first matrix is taken at once: what its scales are stored in decides how much memory all of
-/// them need. Scales are as the layout has them beside hidden states of this type.
+/// them need. Scales are as the layout has them beside such activations.
 class PeekedSource {
  public:
-  PeekedSource(const ExpertSource& source, bool used, const WeightLayout& layout, DType act_dtype)
-      : source_(source), layout_(layout), act_dtype_(act_dtype) {
+  PeekedSource(const ExpertSource& source, bool used, const WeightLayout& layout, const Operand& activation)
+      : source_(source), layout_(layout), activation_(activation) {
     if (used) first_.emplace(take(0, Projection::gate));
   }
   Format scale_format() const { return first_ && *first_ ? (*first_)->scale_format : Format{}; }
@@ -88,14 +88,14 @@ class PeekedSource {
   Result<QuantizedMatrix> take(int expert, Projection projection) const {
     Result<QuantizedMatrix> matrix = source_(expert, projection);
     if (!matrix || layout_.scale_format == nullptr) return matrix;
-    const Format format = layout_.scale_format(matrix->scheme, matrix->scale_format, act_dtype_);
+    const Format format = layout_.scale_format(matrix->scheme, matrix->scale_format, activation_);
     if (format != matrix->scale_format) convert_scales(*matrix, format);
     return matrix;
   }
 
   const ExpertSource& source_;
   const WeightLayout& layout_;
-  const DType act_dtype_;
+  const Operand activation_;
   std::optional<Result<QuantizedMatrix>> first_;
 };
 
@@ -196,8 +196,9 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
     return Status(Code::unsupported,
                   fmt::format("no kernel for {}: {}", scheme(spec.scheme).name, fmt::join(refused, "; ")));
   state->layout = kernel->layout;
-  PeekedSource routed_source(routed, true, *state->layout, spec.act_dtype),
-      shared_source(shared, spec.shared.intermediate != 0, *state->layout, spec.act_dtype);
+  PeekedSource routed_source(routed, true, *state->layout, effective_activation(spec.scheme, spec, plan)),
+      shared_source(shared, spec.shared.intermediate != 0, *state->layout,
+                    effective_activation(spec.shared.scheme, spec, plan));
   const std::size_t each = Packer::bytes(*state->layout, spec.scheme, routed_source.scale_format(),
                                          spec.hidden, spec.intermediate);
   const std::size_t shared_bytes =

@@ -53,9 +53,9 @@ struct WeightLayout {
   /// Bytes of an [n, k] matrix whose scales are stored in `scale_format`.
   std::size_t (*bytes)(SchemeId scheme, Format scale_format, std::int64_t n, std::int64_t k);
   Result<std::unique_ptr<WeightMemory>> (*allocate)(std::size_t bytes, const Device& device);
-  /// What scales stored in `stored` are rounded to before they are packed, beside hidden states of this type;
-  /// nullptr: they stay as they are.
-  Format (*scale_format)(SchemeId scheme, Format stored, DType act_dtype) = nullptr;
+  /// What scales that are stored in `stored` become before they are packed beside such activations; nullptr:
+  /// they stay as they are.
+  Format (*scale_format)(SchemeId scheme, Format stored, const Operand& activation) = nullptr;
 };
 
 /// Host memory.

@@ -22,12 +22,10 @@ class GpuTest : public testing::Test {
   }
 };
 
-/// What warpgroups round weights to, codes by group scales, that they multiply by activations of this kind;
-/// `wide`: scales are in f16 or f32. (Where activations are bytes, groups of 128 columns are multiplied in
-/// bytes.)
-inline std::optional<Format> rounds_weights(const Scheme& scheme, const Operand& activation,
-                                            bool wide = false) {
-  const cuda::PackedFormat format = cuda::packed_format(scheme, wide);
+/// What warpgroups round weights to, codes by group scales, that they multiply by activations of this kind.
+/// (Where activations are bytes, groups of 128 columns are multiplied in bytes.)
+inline std::optional<Format> rounds_weights(const Scheme& scheme, const Operand& activation) {
+  const cuda::PackedFormat format = cuda::packed_format(scheme, activation);
   const bool in_bytes = activation.quantized() && format.groups() == 1;
   const Format multiply = activation.value == formats::f16 ? formats::f16 : formats::bf16;
   if (in_bytes || !cuda::rounds_products(format, multiply)) return {};
@@ -41,8 +39,8 @@ inline std::optional<Format> rounds_weights(const Scheme& scheme, const Operand&
 /// 2^-15 of those on average. Weights that are rounded to bf16 are off by 2^-8 at most, and half of that on
 /// average; in f16 by an eighth of it.
 inline double error_of_sums(const Scheme& scheme, const Operand& activation, std::int64_t k,
-                            bool fast_accumulation = false, bool wide = false) {
-  if (const auto rounded = rounds_weights(scheme, activation, wide))
+                            bool fast_accumulation = false) {
+  if (const auto rounded = rounds_weights(scheme, activation))
     return *rounded == formats::bf16 ? 0x1p-9 : 0x1p-12;
   if (!(activation.value == formats::e4m3 && activation.scale == formats::f32)) return 0;
   return 0x1p-12 + (fast_accumulation || scheme.weight.value == formats::e2m1

@@ -50,20 +50,19 @@ TEST(TokenLoops, AreEnoughAndNoMore) {
 TEST(TokenLoops, OfEachKernelEndWithItsTiles) {
   int kernels = 0;
   for_each_scheme([&]<class S>() {
-    for (const bool wide : {false, true})
-      for (const InputKind input :
-           {InputKind::bf16, InputKind::f16, InputKind::bf16_record_scales, InputKind::e4m3,
-            InputKind::e4m3_fast, InputKind::e4m3_record_scales, InputKind::int8})
-        for (const int tokens :
-             {32, kFewTokensOfBytes, kFewTokensOfTile, 128, kManyTokensOfTile, 192, kMostTokensOfTile}) {
-          const GemmKernel kernel = find_warpgroup_gemm(S::id, wide, input, tokens);
-          if (kernel.function == nullptr || tokens % kernel.token_step != 0) continue;
-          ++kernels;
-          const int tile = std::min(tokens, kernel.tokens);
-          EXPECT_EQ(kernel.loops.of(tile), std::max(tile, kernel.loops.of(1)))
-              << S::scheme.name << ", " << tokens << " tokens";
-          EXPECT_EQ(kernel.loops.of(kernel.tokens), kernel.tokens) << S::scheme.name;
-        }
+    for (const InputKind input :
+         {InputKind::bf16, InputKind::f16, InputKind::bf16_record_scales, InputKind::e4m3,
+          InputKind::e4m3_fast, InputKind::e4m3_record_scales, InputKind::int8})
+      for (const int tokens :
+           {32, kFewTokensOfBytes, kFewTokensOfTile, 128, kManyTokensOfTile, 192, kMostTokensOfTile}) {
+        const GemmKernel kernel = find_warpgroup_gemm(S::id, input, tokens);
+        if (kernel.function == nullptr || tokens % kernel.token_step != 0) continue;
+        ++kernels;
+        const int tile = std::min(tokens, kernel.tokens);
+        EXPECT_EQ(kernel.loops.of(tile), std::max(tile, kernel.loops.of(1)))
+            << S::scheme.name << ", " << tokens << " tokens";
+        EXPECT_EQ(kernel.loops.of(kernel.tokens), kernel.tokens) << S::scheme.name;
+      }
   });
   EXPECT_GT(kernels, 100);
 }

@@ -255,27 +255,34 @@ TEST_F(GpuLinear, BadCodes) {
   says(message(SchemeId::nvfp4_anvfp4, DType::f4, 256, false, false), "token_scales");
 }
 
-/// Scales that bf16 has not, kept for f16 rows.
+/// Group scales of int4 are packed for rows of one type, and other weights for all.
 TEST_F(GpuLinear, TypesOfRows) {
-  const Matrices matrices(SchemeId::int4_g128, 1, 64, 256, formats::f16);
-  const LinearWeights kept = matrices.pack(DType::f16), rounded = matrices.pack();
-  EXPECT_EQ(kept.shape(), rounded.shape());
-  const Rows x(DType::f16, 8, 256);
-  const LinearOptions f16{.max_rows = 8, .act_dtype = DType::f16}, bf16{.max_rows = 8};
-  EXPECT_NE(run(kept, f16, x, {}), run(rounded, f16, x, {}));
-  const auto plan = LinearPlan::create(kept.shape(), bf16);
-  ASSERT_TRUE(plan.ok()) << plan.status().message();
-  const DeviceVector<std::uint16_t> rows(x.codes);
-  const DeviceVector<float> y(8 * 64);
-  const DeviceVector<std::byte> memory(plan->workspace_bytes());
-  const auto call = [&](const LinearWeights& weights) {
-    return plan->scaled_mm(weights, {.x = {rows.data(), DType::f16, 8, 256}}, {y.data(), DType::f32, 8, 64},
-                           {memory.data(), memory.size()});
-  };
-  EXPECT_TRUE(call(rounded).ok()) << call(rounded).message();
-  EXPECT_NE(call(kept).message().find("packed for F16 rows"), std::string::npos) << call(kept).message();
-  EXPECT_NE(LinearWeights::pack(matrices.pointers, DType::f32).status().message().find("F32"),
-            std::string::npos);
+  const DType types[] = {DType::bf16, DType::f16};
+  for (const auto& [id, own] : {std::pair{SchemeId::int4_g128, true},
+                                {SchemeId::int4_g128_afp8, false},
+                                {SchemeId::int8_g128, false},
+                                {SchemeId::mxfp4, false}}) {
+    const Matrices matrices(id, 1, 64, 256);
+    for (const DType packed : types)
+      for (const DType planned : types) {
+        SCOPED_TRACE(testing::Message() << scheme(id).name << ' ' << name(packed) << ' ' << name(planned));
+        const LinearWeights weights = matrices.pack({.act_dtype = packed});
+        const auto plan = LinearPlan::create(weights.shape(), {.max_rows = 8, .act_dtype = planned});
+        ASSERT_TRUE(plan.ok()) << plan.status().message();
+        const Rows x(planned, 8, 256);
+        const DeviceVector<std::uint16_t> rows(x.codes);
+        const DeviceVector<float> y(8 * 64);
+        const DeviceVector<std::byte> memory(plan->workspace_bytes());
+        const Status status = plan->scaled_mm(weights, {.x = {rows.data(), planned, 8, 256}},
+                                              {y.data(), DType::f32, 8, 64}, {memory.data(), memory.size()});
+        if (own && packed != planned)
+          EXPECT_NE(status.message().find(packed == DType::bf16 ? "scales in bf16" : "scales in f32"),
+                    std::string::npos)
+              << status.message();
+        else
+          expect_near(y.host(), oracle(x, {0, 8}, matrices), tolerance(256) + of_sums(id, 256, planned));
+      }
+  }
 }
 
 TEST_F(GpuLinear, BadCalls) {
@@ -318,6 +325,8 @@ TEST_F(GpuLinear, BadCalls) {
   const QuantizedMatrix* different[] = {matrices.pointers[0], other.pointers[0]};
   EXPECT_NE(LinearWeights::pack(different).status().message().find("matrix 1"), std::string::npos);
   EXPECT_FALSE(LinearWeights::pack({}).ok());
+  EXPECT_NE(LinearWeights::pack(matrices.pointers, {.act_dtype = DType::f32}).status().message().find("F32"),
+            std::string::npos);
   EXPECT_FALSE(LinearPlan::create(weights.shape(), {.max_rows = 0}).ok());
   EXPECT_FALSE(LinearPlan::create(weights.shape(), {.act_dtype = DType::f32}).ok());
   LinearOptions forced;

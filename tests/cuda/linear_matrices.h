@@ -68,8 +68,8 @@ struct Matrices {
     }
     for (const QuantizedMatrix& matrix : all) pointers.push_back(&matrix);
   }
-  cuda::LinearWeights pack(DType act_dtype = DType::bf16) const {
-    auto packed = cuda::LinearWeights::pack(pointers, act_dtype);
+  cuda::LinearWeights pack(const cuda::LinearOptions& options = {}) const {
+    auto packed = cuda::LinearWeights::pack(pointers, options);
     EXPECT_TRUE(packed.ok()) << packed.status().message();
     return std::move(*packed);
   }

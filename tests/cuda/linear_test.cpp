@@ -40,16 +40,16 @@ class EveryLinear : public GpuLinear, public testing::WithParamInterface<SchemeA
 
 void EveryLinear::check_groups(Format scales) const {
   Matrices matrices(id(), 5, 90, ragged_k(), scales);
-  const LinearWeights weights = matrices.pack(dtype());
+  const LinearWeights weights = matrices.pack({.act_dtype = dtype()});
   constexpr int kRows = 952;
   const Rows x(dtype(), kRows, ragged_k());
   const Operand activation = activation_of(id(), dtype());
-  const bool wide = scales != formats::bf16 && activation.value == formats::f16;
+  const bool in_f16 = activation.value == formats::f16;
   const Operand& weight = scheme(id()).weight;
-  if (scales != formats::bf16 && !wide && weight.value.bits == 4 && weight.group.k != 0)
+  if (scales != formats::bf16 && !in_f16 && weight.value.bits == 4 && weight.group.k != 0)
     for (QuantizedMatrix& matrix : matrices.all) convert_scales(matrix, formats::bf16);
-  const auto rounded = rounds_weights(scheme(id()), activation, wide);
-  const double of_scales = wide && scales == formats::f32 ? 0x1p-11 : 0;  // which are rounded to f16
+  const auto rounded = rounds_weights(scheme(id()), activation);
+  const double of_scales = in_f16 && scales == formats::f32 ? 0x1p-11 : 0;  // which are rounded to f16
   const std::vector<std::int32_t> all_offsets[] = {
       {0, 1, 1, 4, 170, 180},        {3, 4, 4, 37, 150, 171}, {7, 7, 7, 7, 7, 7},
       {0, 8, 24, 56, 112, 113},      {0, 7, 16, 33, 82, 180}, {0, 125, 257, 398, 550, 658},
@@ -64,8 +64,7 @@ void EveryLinear::check_groups(Format scales) const {
       forced.fast_accumulation = fast;
       const auto plan = LinearPlan::create(weights.shape(), forced);
       ASSERT_TRUE(plan.ok()) << plan.status().message();
-      const double allowed =
-          tolerance(x.k) + error_of_sums(scheme(id()), activation, x.k, fast, wide) + of_scales;
+      const double allowed = tolerance(x.k) + error_of_sums(scheme(id()), activation, x.k, fast) + of_scales;
       // All tiles of warpgroups sum in the same order, unless only large ones sum fast. (NaN is not equal to
       // itself.)
       const bool of_groups = scheme(id()).weight.value.is_integer() && scheme(id()).weight.group.k != 0;
@@ -102,7 +101,7 @@ TEST_P(EveryLinear, GroupsOfOtherScales) {
 TEST_P(EveryLinear, PowersOfTwo) {
   if (dtype() != DType::bf16 || scheme(id()).activation.quantized()) return;
   const Matrices matrices(id(), 1, 90, ragged_k());
-  const LinearWeights weights = matrices.pack();
+  const LinearWeights weights = matrices.pack({.act_dtype = dtype()});
   const Rows x(dtype(), 70, ragged_k());
   LinearOptions forced = options(70);
   const auto plan = LinearPlan::create(weights.shape(), forced);
@@ -123,7 +122,7 @@ TEST_P(EveryLinear, PowersOfTwo) {
 
 TEST_P(EveryLinear, OneMatrix) {
   const Matrices matrices(id(), 1, 256, 1024);
-  const LinearWeights weights = matrices.pack();
+  const LinearWeights weights = matrices.pack({.act_dtype = dtype()});
   const auto plan = LinearPlan::create(weights.shape(), options(300));
   ASSERT_TRUE(plan.ok()) << plan.status().message();
   for (const int rows : {1, 8, 17, 64, 129, 300}) {
@@ -154,7 +153,8 @@ TEST_P(EveryLinear, StaticActivationScales) {
   }
   const Rows x(dtype(), 50, 256);
   const std::vector<std::int32_t> offsets = {0, 20, 21, 50};
-  expect_near(run(matrices.pack(), options(50), x, offsets), oracle(x, offsets, matrices), allowed(x));
+  expect_near(run(matrices.pack(options(50)), options(50), x, offsets), oracle(x, offsets, matrices),
+              allowed(x));
 }
 
 /// Rows that are quantized already give the bits of rows that are rounded to the same codes; whatever the
@@ -171,7 +171,7 @@ TEST_P(EveryLinear, QuantizedRows) {
     const Rows x(dtype(), 150, k);
     const auto codes = quantize_activation(id(), {x.codes.data(), x.dtype, x.count, k});
     ASSERT_TRUE(codes.ok()) << codes.status().message();
-    const LinearWeights weights = matrices.pack();
+    const LinearWeights weights = matrices.pack({.act_dtype = dtype()});
     LinearOptions forced = options(150);
     const auto plan = LinearPlan::create(weights.shape(), forced);
     ASSERT_TRUE(plan.ok()) << plan.status().message();
@@ -186,8 +186,8 @@ TEST_P(EveryLinear, QuantizedRows) {
     if (!activation.may_be_static()) continue;
     const std::vector<float> expected = run(weights, options(150), *codes, offsets);
     for (QuantizedMatrix& matrix : matrices.all) matrix.input_scale = TensorScale{3, false};
-    EXPECT_EQ(std::memcmp(run(matrices.pack(), options(150), *codes, offsets).data(), expected.data(),
-                          expected.size() * sizeof(float)),
+    EXPECT_EQ(std::memcmp(run(matrices.pack(options(150)), options(150), *codes, offsets).data(),
+                          expected.data(), expected.size() * sizeof(float)),
               0);
   }
 }
@@ -196,7 +196,7 @@ TEST_P(EveryLinear, QuantizedRows) {
 TEST_P(EveryLinear, QuantizedRowsOfOneMatrix) {
   if (!scheme(id()).quantizes_activations()) return;
   const std::int64_t k = in_groups(1440);
-  const LinearWeights weights = Matrices(id(), 1, 300, k).pack();
+  const LinearWeights weights = Matrices(id(), 1, 300, k).pack({.act_dtype = dtype()});
   for (const int rows : {1, 12, 40, 300}) {
     const Rows x(dtype(), rows, k);
     const auto codes = quantize_activation(id(), {x.codes.data(), x.dtype, x.count, k});
@@ -221,7 +221,7 @@ TEST_P(EveryLinear, WeightsOnly) {
   Scheme alone = scheme(id());
   alone.activation = operands::act16;
   const Operand inputs = operands::plain(dtype() == DType::f16 ? formats::f16 : formats::bf16);
-  const LinearWeights weights = matrices.pack();
+  const LinearWeights weights = matrices.pack(weights_only);
   const std::vector<double> expected = oracle(x, {0, 3, 40}, matrices, true);
   const auto plan = LinearPlan::create(weights.shape(), weights_only);
   ASSERT_TRUE(plan.ok()) << plan.status().message();

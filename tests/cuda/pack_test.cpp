@@ -481,16 +481,16 @@ TEST(Pack, InPiecesOfLimitedSize) {
   }
 }
 
-/// Only of groups of int4, and not beside f16.
-TEST(Pack, ScalesBesideBf16) {
+/// Those of groups of int4: in bf16, or beside f16 in what has more bits.
+TEST(Pack, ScalesBesideActivations) {
   for (const KernelInfo& kernel : cuda_kernels()) {
-    const Scheme& s = scheme(kernel.scheme);
-    const bool groups = s.weight.value.is_integer() && s.weight.value.bits == 4 && s.weight.group.k != 0;
+    const Operand& w = scheme(kernel.scheme).weight;
+    const bool groups = w.value.is_integer() && w.value.bits == 4 && w.group.k != 0;
     for (const Format stored : {formats::bf16, formats::f16, formats::f32})
-      for (const DType type : {DType::bf16, DType::f16}) {
-        const bool rounded = groups && (type == DType::bf16 || s.activation.quantized());
-        EXPECT_TRUE(kernel.layout->scale_format(kernel.scheme, stored, type) ==
-                    (rounded ? formats::bf16 : stored))
+      for (const Format type : {formats::bf16, formats::f16, formats::e4m3}) {
+        const bool changes = groups && (stored == formats::bf16) == (type == formats::f16);
+        const Format wanted = !changes ? stored : type == formats::f16 ? formats::f32 : formats::bf16;
+        EXPECT_TRUE(kernel.layout->scale_format(kernel.scheme, stored, {.value = type}) == wanted)
             << kernel.name << ' ' << name(stored) << ' ' << name(type);
       }
   }
