@@ -11,16 +11,18 @@
 /// the product is accumulated in f32, the activation is applied in f32 per slot (one token at one expert),
 /// its result is rounded to the activation operand again, and the down product is accumulated in f32. The
 /// routing weight is applied once, to the down product; the sum over a token's slots is in slot order, in
-/// f32. The same input gives the same bits on every run and for every thread count, and a token's result does
-/// not depend on the other tokens of the call, except in schemes with one activation scale per tensor
-/// (Scheme::batch_dependent) without a static scale. On a GPU it does, by the rounding of f32 sums: how a sum
-/// is cut into parts follows from which experts are in use, unless PlanOptions::batch_invariant is set.
-/// On a GPU int4 weights with a scale for each group (of zero points: up to 64 columns) may be what they are
-/// when dequantized to bf16, code * scale rounded, where activations are bf16, and in groups of up to 64
-/// columns the same in f16: for experts of some 10 tokens or more, and with batch_invariant always. When they
-/// are packed for a GPU, scales of int4 are rounded to bf16 (off by 2^-9 at most, if they are stored in f16
-/// or f32). Beside f16 activations they are not, but those of groups of up to 64 columns are rounded to f16,
-/// times a power of two for each row (off by 2^-11 at most, if they are stored in f32).
+/// f32. On a GPU, where results have 16 bits, the down products of many tokens are rounded to the results'
+/// type before (in f16 what exceeds 65504 becomes infinite). The same input gives the same bits on every run
+/// and for every thread count, and a token's result does not depend on the other tokens of the call, except
+/// in schemes with one activation scale per tensor (Scheme::batch_dependent) without a static scale. On a GPU
+/// it does, by the rounding of f32 sums: how a sum is cut into parts follows from which experts are in use,
+/// unless PlanOptions::batch_invariant is set. On a GPU int4 weights with a scale for each group (of zero
+/// points: up to 64 columns) may be what they are when dequantized to bf16, code * scale rounded, where
+/// activations are bf16, and in groups of up to 64 columns the same in f16: for experts of some 10 tokens or
+/// more, and with batch_invariant always. When they are packed for a GPU, scales of int4 are rounded to bf16
+/// (off by 2^-9 at most, if they are stored in f16 or f32). Beside f16 activations they are not, but those of
+/// groups of up to 64 columns are rounded to f16, times a power of two for each row (off by 2^-11 at most, if
+/// they are stored in f32).
 
 #include <cstddef>
 #include <cstdint>

@@ -130,7 +130,7 @@ class LayerRun {
     GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, down));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
-    if (second.bias == nullptr && slots_dtype() == DType::bf16) parts_ = plan_.routed.parts(tokens_);
+    if (second.bias == nullptr && slots_dtype() != DType::f32) parts_ = plan_.routed.parts(tokens_);
     second.parts = parts_;
     second.steps /= parts_;
     InputArgs rounding = round_mid(b_.routed, slots_, with_static(), first.out_dtype, down);
@@ -171,11 +171,9 @@ class LayerRun {
     return !tiled() && slots_ <= kFewSlots && spec_.experts <= kFewExperts && choice_.whole;
   }
   bool tiled() const { return choice_.full.tiled; }
-  /// Of what down leaves of a slot. Many of them are half of what the sum reads and writes: if that is bf16,
-  /// they may be as well.
-  DType slots_dtype() const {
-    return tiled() && call_.outputs.hidden.dtype == DType::bf16 ? DType::bf16 : DType::f32;
-  }
+  /// Of what down leaves of a slot. Many of them are half of what the sum reads and writes: if that has 16
+  /// bits, they may have as well.
+  DType slots_dtype() const { return tiled() ? call_.outputs.hidden.dtype : DType::f32; }
   /// Of each slot, as given or as routed.
   const std::int32_t* ids() const {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_ids : b_.topk_ids.at(base_);

@@ -1,4 +1,5 @@
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include "cuda/items.cuh"
 #include "cuda/launch.h"
@@ -73,8 +74,11 @@ struct Piece {
   }
   __device__ __forceinline__ float operator[](int i) const {
     const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
-    if constexpr (sizeof(Slot) == 4) return __uint_as_float(all[i]);
-    return __uint_as_float(i % 2 == 0 ? all[i / 2] << 16 : all[i / 2] & 0xffff0000u);
+    if constexpr (std::is_same_v<Slot, float>) return __uint_as_float(all[i]);
+    const std::uint32_t half = all[i / 2] >> (i % 2 * 16);
+    if constexpr (std::is_same_v<Slot, __half>)
+      return __half2float(__ushort_as_half(static_cast<std::uint16_t>(half)));
+    return __uint_as_float(half << 16);
   }
 };
 
@@ -82,10 +86,11 @@ struct Piece {
 template <int kCount>
 __device__ __forceinline__ void store_sums(const MutableMatrixView& out, std::int64_t at,
                                            const float (&sums)[kCount], int there) {
-  if (out.dtype == DType::bf16 && there >= kCount &&
+  if (out.dtype != DType::f32 && there >= kCount &&
       (reinterpret_cast<std::uintptr_t>(out.data) + 2 * at) % (2 * kCount) == 0) {
-    alignas(16) __nv_bfloat162 pairs[kCount / 2];
-    for (int i = 0; i < kCount / 2; ++i) pairs[i] = __floats2bfloat162_rn(sums[2 * i], sums[2 * i + 1]);
+    alignas(16) std::uint32_t pairs[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i)
+      pairs[i] = narrow_pair(sums[2 * i], sums[2 * i + 1], out.dtype == DType::bf16);
     auto* to = static_cast<std::uint16_t*>(out.data) + at;
     if constexpr (kCount == 8)
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(pairs);
@@ -198,14 +203,14 @@ unsigned pieces_of(std::int64_t numbers) {
 }
 
 cudaError_t launch_combine(const CombineArgs& args, cudaStream_t stream) {
-  const bool bf16 = args.slots_dtype == DType::bf16;
-  const dim3 blocks(bf16 ? pieces_of<__nv_bfloat16>(args.hidden) : pieces_of<float>(args.hidden),
-                    args.tokens < 65535 ? args.tokens : 65535);
-  const Launch launch{.blocks = blocks, .threads = kCombineThreads, .stream = stream};
-  return launch_dependent(args.parts == 2 ? combine_kernel<__nv_bfloat16, 2>
-                          : bf16          ? combine_kernel<__nv_bfloat16, 1>
-                                          : combine_kernel<float, 1>,
-                          launch, args);
+  const auto launch = [&]<class Slot>(Slot) {
+    const dim3 blocks(pieces_of<Slot>(args.hidden), args.tokens < 65535 ? args.tokens : 65535);
+    return launch_dependent(args.parts == 2 ? combine_kernel<Slot, 2> : combine_kernel<Slot, 1>,
+                            {.blocks = blocks, .threads = kCombineThreads, .stream = stream}, args);
+  };
+  return args.slots_dtype == DType::bf16  ? launch(__nv_bfloat16())
+         : args.slots_dtype == DType::f16 ? launch(__half())
+                                          : launch(float());
 }
 
 cudaError_t launch_sum(const SumArgs& args, cudaStream_t stream) {

@@ -50,8 +50,8 @@ cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
 struct CombineArgs {
   std::int32_t tokens = 0, hidden = 0, top_k = 0, experts = 0;
   const void* slots = nullptr;              ///< [tokens, top_k, hidden], or, with positions, [.., hidden]
-  DType slots_dtype = DType::f32;           ///< f32 or bf16
-  std::int32_t parts = 1;                   ///< 1, or 2 of bf16
+  DType slots_dtype = DType::f32;           ///< f32, f16 or bf16
+  std::int32_t parts = 1;                   ///< 1 or 2
   const std::int32_t* positions = nullptr;  ///< [tokens, top_k] where slots are, or nullptr
   const std::int32_t* ids = nullptr;   ///< [tokens, top_k]; slots of ids that no expert has are not there
   const float* weights = nullptr;      ///< [tokens, top_k]
