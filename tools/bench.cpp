@@ -139,6 +139,8 @@ void add_bench(Cli& cli) {
   add_fast_accumulation(command, options->fast_accumulation);
   command->add_flag("--static-scales", options->static_scales,
                     "Experts have static scales of activations, where schemes may (fp8 per tensor, nvfp4)");
+  command->add_flag("--shared-expert", options->shared_expert,
+                    "Layers have a shared expert, too, of the others' scheme and width");
   command
       ->add_option_function<std::string>(
           "--dtype",

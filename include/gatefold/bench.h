@@ -40,6 +40,7 @@ struct BenchOptions {
   /// The model's 16-bit type, bf16 or f16: of activations, and of scales of groups that have 16 bits.
   DType dtype = DType::bf16;
   bool static_scales = false;  ///< experts have static scales of activations, where operands may
+  bool shared_expert = false;  ///< there is one of the routed ones' scheme and width, too
   bool batch_invariant = false, fast_accumulation = false;  ///< PlanOptions
   int threads = 0;                                          ///< 0: OpenMP's default
   double seconds = 1.0;                                     ///< per row, at least; not on a GPU
@@ -58,7 +59,7 @@ struct BenchRow {
   double us_launched = 0;          ///< GPU: launched one by one; median
   std::uint64_t weight_bytes = 0;  ///< packed bytes, scales included, of the experts that a call hits (mean)
   double gb_per_s = 0;             ///< weight_bytes / time, median
-  double gflop_per_s = 0;          ///< 6 * tokens * top_k * hidden * intermediate / time
+  double gflop_per_s = 0;          ///< 6 * tokens * (top_k + shared) * hidden * intermediate / time
   /// Plain reading by the same threads, or on the same GPU (the same bytes), between the runs.
   double read_gb_per_s = 0;
   double read_ratio = 0;  ///< gb_per_s / read_gb_per_s

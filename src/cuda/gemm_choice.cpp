@@ -101,16 +101,17 @@ struct Loads {
 std::vector<Loads> loads(const GemmWork& work, int tokens) {
   constexpr double skewed_part = 0.1;
   if (work.top_k >= work.experts) return {{1, {{static_cast<double>(work.experts), tokens}}}};
+  const int experts = work.experts - work.shared, top_k = work.top_k - work.shared;
   Loads equal{1 - skewed_part, {}}, skewed{skewed_part, {}};
-  add_loads(work.experts, static_cast<double>(work.top_k) / work.experts, tokens, 48, equal.all);
+  add_loads(experts, static_cast<double>(top_k) / experts, tokens, 48, equal.all);
   // A token draws those of clocks at rates 1 / (r + 1) that run down first: about those that have run down at
   // the time when top_k have, in the mean. A half of an octave of ranks is taken for alike.
   struct Alike {
     double experts, rate;
   };
   std::vector<Alike> ranks;
-  for (double first = 1, next = 0; first <= work.experts; first = next) {
-    next = std::min(std::max(first + 1, std::floor(first * 1.42)), work.experts + 1.0);
+  for (double first = 1, next = 0; first <= experts; first = next) {
+    next = std::min(std::max(first + 1, std::floor(first * 1.42)), experts + 1.0);
     ranks.push_back({next - first, 1 / std::sqrt(first * (next - 1))});
   }
   const auto chance = [](double rate, double time) { return -std::expm1(-rate * time); };
@@ -120,13 +121,15 @@ std::vector<Loads> loads(const GemmWork& work, int tokens) {
     return sum;
   };
   double low = 0, high = 1;
-  while (chosen(high) < work.top_k) high *= 2;
+  while (chosen(high) < top_k) high *= 2;
   for (int i = 0; i < 30; ++i) {
     const double middle = (low + high) / 2;
-    (chosen(middle) < work.top_k ? low : high) = middle;
+    (chosen(middle) < top_k ? low : high) = middle;
   }
   for (const Alike& some : ranks)
     add_loads(some.experts, std::min(chance(some.rate, low), 1 - 1e-9), tokens, 12, skewed.all);
+  if (work.shared > 0)
+    for (Loads* loads : {&equal, &skewed}) loads->all.push_back({static_cast<double>(work.shared), tokens});
   return {equal, skewed};
 }
 

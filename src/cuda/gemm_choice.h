@@ -27,6 +27,7 @@ struct GemmWork {
   bool rounds = false;                ///< rows are rounded before each multiply
   bool fast_accumulation = false;     ///< InputKind::e4m3_fast instead of e4m3, where there are kernels
   int experts = 1, top_k = 1;
+  int shared = 0;  ///< of the experts, and of a token's choices: those that all tokens choose
   std::vector<GemmMatrices> multiplies;
   bool in_parts = false;  ///< columns of the last matrix may be cut into parts (GemmArgs)
 

@@ -5,83 +5,22 @@
 #include <algorithm>
 
 #include "cuda/gemm_choice.h"
-#include "cuda/input_buffers.h"
+#include "cuda/layer_buffers.h"
 #include "cuda/moe_chain.h"
-#include "cuda/routing.h"
-#include "cuda/slots.h"
 #include "cuda/weights.h"
 
 namespace gatefold::cuda {
 namespace {
 
-/// The buffers of one feed-forward network over `rows` rows: routed slots, or all tokens.
-struct FfnBuffers {
-  SchemeId scheme = SchemeId::bf16;
-  std::int64_t intermediate = 0;
-  InputBuffers in, mid;
-  Buffer<float> mid_sums;  // [rows, I], or bf16, if the intermediate is quantized by a kernel of its own
-  Buffer<float> out;       // [rows, H], or bf16, of which two parts have as much room
-
-  FfnBuffers() = default;
-  FfnBuffers(SchemeId id, const MoeSpec& spec, const PlanOptions& options, std::int64_t width,
-             std::size_t in_rows, std::size_t rows, std::size_t tiles, WorkspaceLayout& layout)
-      : scheme(id), intermediate(width) {
-    const Operand activation = effective_activation(id, spec, options);
-    in = InputBuffers("inputs", activation, in_rows, tiles, spec.hidden, layout);
-    mid = InputBuffers("intermediate", activation, rows, tiles, width, layout);
-    mid_sums = {layout.add<float>("unrounded_mid",
-                                  activation.quantized() ? rows * static_cast<std::size_t>(width) : 0)};
-    out = {layout.add<float>("outputs", rows * static_cast<std::size_t>(spec.hidden))};
-  }
-};
-
-struct LayerBuffers {
-  Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, route_scratch;
-  Buffer<float> topk_weights, logits;
-  Buffer<CutItem> items;
-  std::int32_t most_items = 0;
-  Buffer<std::int32_t> item_count, expert_rows;
-  Buffer<std::int32_t> progress;  ///< of launch_chain; or counters, and a largest number, of two launches
-  std::int32_t progress_size = 0;
-  FfnBuffers routed, shared;
-  bool may_be_static = false;  // static activation scales: then rows of inputs may be those of slots
-
-  LayerBuffers(const MoeSpec& spec, const PlanOptions& options, WorkspaceLayout& layout) {
-    const auto tokens = static_cast<std::size_t>(options.max_tokens),
-               top_k = static_cast<std::size_t>(spec.top_k), experts = static_cast<std::size_t>(spec.experts),
-               slots = tokens * top_k;
-    const Operand activation = effective_activation(spec.scheme, spec, options);
-    may_be_static = activation.may_be_static();
-    topk_ids = {layout.add<std::int32_t>("topk_ids", slots)};
-    topk_weights = {layout.add<float>("topk_weights", slots)};
-    expert_offsets = {layout.add<std::int32_t>("expert_offsets", experts + 1)};
-    slot_position = {layout.add<std::int32_t>("slot_position", slots)};
-    sorted_slots = {layout.add<std::int32_t>("sorted_slots", slots)};
-    route_scratch = {
-        layout.add<std::int32_t>("route_scratch", route_scratch_words(options.max_tokens, spec.experts))};
-    logits = {layout.add<float>("router_logits", tokens * experts)};
-    // An item more than full ones for each expert that has slots.
-    most_items = static_cast<std::int32_t>(std::min(experts, slots) + slots / kTileTokens);
-    items = {layout.add<CutItem>("items", static_cast<std::size_t>(most_items))};
-    item_count = {layout.add<std::int32_t>("item_count", 1)};
-    expert_rows = {layout.add<std::int32_t>("expert_rows", experts)};
-    progress_size = static_cast<std::int32_t>(kProgressOfAll + tile_rows(slots, experts) / 8);
-    progress = {layout.add<std::int32_t>("progress", static_cast<std::size_t>(progress_size))};
-    routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
-                        tile_rows(slots, experts), layout);
-    if (spec.shared.intermediate != 0)
-      shared = FfnBuffers(spec.shared.scheme, spec, options, spec.shared.intermediate, tokens, tokens,
-                          tile_rows(tokens, 1), layout);
-  }
-};
-
 /// What a plan keeps.
 struct LayerPlan final : KernelPlan {
+  MoeSpec spec;  ///< joined
   LayerBuffers buffers;
   GemmTable routed;
   std::optional<GemmTable> shared;
 
-  LayerPlan(const LayerBuffers& b, GemmTable of_routed) : buffers(b), routed(std::move(of_routed)) {}
+  LayerPlan(const MoeSpec& s, const LayerBuffers& b, GemmTable of_routed)
+      : spec(s), buffers(b), routed(std::move(of_routed)) {}
   std::vector<CudaCandidate> candidates(int tokens) const override { return routed.candidates(tokens); }
 };
 
@@ -90,7 +29,7 @@ class LayerRun {
  public:
   LayerRun(const MoeCall& call, const LayerPlan& plan)
       : call_(call),
-        spec_(call.spec),
+        spec_(plan.spec),
         state_(call.weights),
         weights_(DeviceWeights::of(call.weights)),
         plan_(plan),
@@ -98,7 +37,7 @@ class LayerRun {
         base_(call.workspace),
         stream_(native(call.stream)),
         tokens_(static_cast<std::int32_t>(call.inputs.hidden.rows)),
-        slots_(tokens_ * call.spec.top_k),
+        slots_(tokens_ * plan.spec.top_k),
         choice_(plan.routed.at(tokens_)) {}
 
   Status run() {
@@ -174,25 +113,30 @@ class LayerRun {
   /// Of what down leaves of a slot. Many of them are half of what the sum reads and writes: if that has 16
   /// bits, they may have as well.
   DType slots_dtype() const { return tiled() ? call_.outputs.hidden.dtype : DType::f32; }
-  /// Of each slot, as given or as routed.
-  const std::int32_t* ids() const {
+  /// Whether the shared expert is one more routed one.
+  bool joins() const { return spec_.experts != call_.spec.experts; }
+  /// Of each routed slot, as given or as routed.
+  const std::int32_t* chosen_ids() const {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_ids : b_.topk_ids.at(base_);
   }
-  const float* slot_weights() const {
+  const float* chosen_weights() const {
     return call_.inputs.topk_ids != nullptr ? call_.inputs.topk_weights : b_.topk_weights.at(base_);
   }
+  /// Of each slot.
+  const std::int32_t* ids() const { return joins() ? b_.joined_ids.at(base_) : chosen_ids(); }
+  const float* slot_weights() const { return joins() ? b_.joined_weights.at(base_) : chosen_weights(); }
 
   /// Expert ids and weights of every token, and, unless there are few, slots in the order of experts, and
   /// items; or else what gate and up need to route the tokens themselves, which they do if they are the first
   /// to need ids.
   GemmRouting route(bool per_slot, const GemmKernel& kernel) {
     const MoeInputs& in = call_.inputs;
+    const std::int32_t* given_ids = in.topk_ids;
     const float* logits = in.router_logits;
-    if (in.topk_ids != nullptr && few()) return {};
-    if (in.topk_ids == nullptr && logits == nullptr) {
+    if (given_ids == nullptr && logits == nullptr) {
       then("compute router logits", launch_router_logits,
            RouterArgs{.tokens = tokens_,
-                      .experts = spec_.experts,
+                      .experts = call_.spec.experts,
                       .hidden_size = spec_.hidden,
                       .hidden = in.hidden.data,
                       .dtype = in.hidden.dtype,
@@ -202,6 +146,40 @@ class LayerRun {
            stream_);
       logits = b_.logits.at(base_);
     }
+    RouteArgs args{.tokens = tokens_,
+                   .experts = call_.spec.experts,
+                   .top_k = call_.spec.top_k,
+                   .routing = spec_.routing,
+                   .logits = logits,
+                   .correction_bias = weights_.correction_bias,
+                   .given_ids = given_ids,
+                   .first_expert = 0,
+                   .end_expert = call_.spec.experts,
+                   .out = {.topk_ids = b_.topk_ids.at(base_),
+                           .topk_weights = b_.topk_weights.at(base_),
+                           .expert_offsets = b_.expert_offsets.at(base_),
+                           .slot_position = b_.slot_position.at(base_),
+                           .sorted_slots = b_.sorted_slots.at(base_)},
+                   .block_counts = b_.route_scratch.at(base_)};
+    if (joins()) {
+      if (given_ids == nullptr) then("route tokens", launch_choose, args, stream_);
+      then("join the shared expert", launch_join,
+           JoinArgs{.tokens = tokens_,
+                    .top_k = call_.spec.top_k,
+                    .experts = call_.spec.experts,
+                    .ids = chosen_ids(),
+                    .weights = chosen_weights(),
+                    .shared_gate = weights_.shared_gate,
+                    .x = in.hidden,
+                    .all_ids = b_.joined_ids.at(base_),
+                    .all_weights = b_.joined_weights.at(base_)},
+           stream_);
+      args.experts = args.end_expert = spec_.experts;
+      args.top_k = spec_.top_k;
+      args.logits = nullptr;
+      args.given_ids = given_ids = ids();
+    }
+    if (few() && given_ids != nullptr) return {};
     if (few() && choice_.tuning.tile_tokens == kFewTokens && tokens_ <= kFewTokens && !per_slot)
       return {.logits = logits,
               .correction_bias = weights_.correction_bias,
@@ -209,21 +187,6 @@ class LayerRun {
               .topk_weights = b_.topk_weights.at(base_),
               .top_k = spec_.top_k,
               .rules = spec_.routing};
-    const RouteArgs args{.tokens = tokens_,
-                         .experts = spec_.experts,
-                         .top_k = spec_.top_k,
-                         .routing = spec_.routing,
-                         .logits = logits,
-                         .correction_bias = weights_.correction_bias,
-                         .given_ids = in.topk_ids,
-                         .first_expert = 0,
-                         .end_expert = spec_.experts,
-                         .out = {.topk_ids = b_.topk_ids.at(base_),
-                                 .topk_weights = b_.topk_weights.at(base_),
-                                 .expert_offsets = b_.expert_offsets.at(base_),
-                                 .slot_position = b_.slot_position.at(base_),
-                                 .sorted_slots = b_.sorted_slots.at(base_)},
-                         .block_counts = b_.route_scratch.at(base_)};
     if (few())
       then("route tokens", launch_choose, args, stream_);
     else
@@ -235,11 +198,11 @@ class LayerRun {
   void give_routing() {
     const auto give = [&](void* to, const void* from) {
       if (to == nullptr) return;
-      then("copy the routing", cudaMemcpyAsync, to, from, static_cast<std::size_t>(slots_) * 4,
-           cudaMemcpyDeviceToDevice, stream_);
+      const auto chosen = static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(call_.spec.top_k);
+      then("copy the routing", cudaMemcpyAsync, to, from, chosen * 4, cudaMemcpyDeviceToDevice, stream_);
     };
-    give(call_.outputs.topk_ids, ids());
-    give(call_.outputs.topk_weights, slot_weights());
+    give(call_.outputs.topk_ids, chosen_ids());
+    give(call_.outputs.topk_weights, chosen_weights());
   }
 
   ItemArgs items_of(const GemmKernel& kernel) const {
@@ -452,13 +415,15 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
                     .top_k = top_k,
                     .multiplies = {{width, spec.hidden, 2}, {spec.hidden, width, 1}}};
   };
-  GemmWork of_routed = work(spec.scheme, spec.intermediate, spec.experts, spec.top_k);
+  const MoeSpec all = joined(spec, options);
+  GemmWork of_routed = work(all.scheme, all.intermediate, all.experts, all.top_k);
+  of_routed.shared = all.experts - spec.experts;
   of_routed.in_parts = !options.batch_invariant;
   auto routed = GemmTable::create(of_routed, *info, choose);
   if (!routed) return routed.status();
   WorkspaceLayout layout(options.debug_workspace);
-  auto plan = std::make_shared<LayerPlan>(LayerBuffers(spec, options, layout), std::move(*routed));
-  if (const SharedExpert& shared = spec.shared; shared.intermediate != 0) {
+  auto plan = std::make_shared<LayerPlan>(all, LayerBuffers(spec, options, layout), std::move(*routed));
+  if (const SharedExpert& shared = all.shared; shared.intermediate != 0) {
     choose.forced.reset();
     choose.tuned = {};
     auto table = GemmTable::create(work(shared.scheme, shared.intermediate, 1, 1), *info, choose);

@@ -47,12 +47,35 @@ __device__ float block_sum(float value) {
   return sum;
 }
 
-__device__ float shared_weight(const CombineArgs& args, int token) {
-  if (args.shared_gate == nullptr) return 1.0f;
+__device__ float shared_weight(const float* gate, const MatrixView& x, int token) {
+  if (gate == nullptr) return 1.0f;
+  const auto hidden = static_cast<int>(x.cols);
   float dot = 0;
-  for (int h = threadIdx.x; h < args.hidden; h += kCombineThreads)
-    dot = fmaf(load(args.x, static_cast<std::int64_t>(token) * args.hidden + h), args.shared_gate[h], dot);
+  for (int h = threadIdx.x; h < hidden; h += kCombineThreads)
+    dot = fmaf(load(x, static_cast<std::int64_t>(token) * hidden + h), gate[h], dot);
   return 1.0f / (1.0f + expf(-block_sum(dot)));
+}
+
+/// Block b: some tokens, or, if there is a gate, one.
+__global__ void __launch_bounds__(kCombineThreads) join_kernel(const JoinArgs args, int tokens_of_block) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int slots = args.top_k + 1, thread = static_cast<int>(threadIdx.x);
+  const int first = static_cast<int>(blockIdx.x) * tokens_of_block;
+  const float share = shared_weight(args.shared_gate, args.x, first);
+  const int token = first + thread / slots, i = thread % slots;
+  if (thread >= tokens_of_block * slots || token >= args.tokens) return;
+  std::int32_t id = args.experts;
+  float weight = share;
+  if (i < args.top_k) {
+    const std::int64_t slot = static_cast<std::int64_t>(token) * args.top_k + i;
+    id = args.ids[slot];
+    if (id >= args.experts) id = -1;
+    weight = args.weights[slot];
+  }
+  const std::int64_t to = static_cast<std::int64_t>(token) * slots + i;
+  args.all_ids[to] = id;
+  args.all_weights[to] = weight;
 }
 
 /// 16 bytes of a slot, which is read once. What lies beyond `there` numbers is 0.
@@ -121,7 +144,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
   };
 #pragma unroll 1
   for (int token = blockIdx.y; token < args.tokens; token += gridDim.y) {
-    const float share = args.shared == nullptr ? 0.0f : shared_weight(args, token);
+    const float share = args.shared == nullptr ? 0.0f : shared_weight(args.shared_gate, args.x, token);
     const int h = (blockIdx.x * kCombineThreads + threadIdx.x) * each;
     const int count = min(each, args.hidden - h);
     if (count <= 0) continue;
@@ -194,6 +217,15 @@ __global__ void __launch_bounds__(kCombineThreads) sum_kernel(const SumArgs args
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream) {
   return launch_dependent(items_kernel, {.blocks = kItemBlocks, .threads = kItemThreads, .stream = stream},
                           args);
+}
+
+cudaError_t launch_join(const JoinArgs& args, cudaStream_t stream) {
+  const int each = args.shared_gate == nullptr ? kCombineThreads / (args.top_k + 1) : 1;
+  return launch_dependent(join_kernel,
+                          {.blocks = static_cast<unsigned>((args.tokens + each - 1) / each),
+                           .threads = kCombineThreads,
+                           .stream = stream},
+                          args, each);
 }
 
 template <class Slot>

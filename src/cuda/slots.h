@@ -45,6 +45,19 @@ struct ItemArgs {
 };
 cudaError_t launch_items(const ItemArgs& args, cudaStream_t stream);
 
+/// Ids and weights of each token, and after them those of the shared expert, which is number `experts`: 1, or
+/// sigmoid(x[t] . shared_gate). Ids that no expert has become -1.
+struct JoinArgs {
+  std::int32_t tokens = 0, top_k = 0, experts = 0;
+  const std::int32_t* ids = nullptr;   ///< [tokens, top_k]
+  const float* weights = nullptr;      ///< [tokens, top_k]
+  const float* shared_gate = nullptr;  ///< [hidden], or nullptr
+  MatrixView x;                        ///< hidden states, for the gate
+  std::int32_t* all_ids = nullptr;     ///< [tokens, top_k + 1]
+  float* all_weights = nullptr;        ///< [tokens, top_k + 1]
+};
+cudaError_t launch_join(const JoinArgs& args, cudaStream_t stream);
+
 /// out[t] = sum over k of weights[t, k] * slots[t, k] + [sigmoid(hidden[t] . gate)] *
 /// shared[t], in f32, in that order. Slots may be sums of two parts: [2, ..], added one after the other.
 struct CombineArgs {

@@ -20,6 +20,10 @@ Format packed_scales(SchemeId id, Format stored, const Operand& activation) {
   return is_wide(id, stored) ? w.scale : formats::f32;
 }
 
+bool shared_is_alike(const MoeSpec& spec) {
+  return spec.shared.intermediate == spec.intermediate && spec.shared.scheme == spec.scheme;
+}
+
 DeviceWeights::Staging::~Staging() {
   if (stream == nullptr) return;
   cudaStreamSynchronize(stream);
@@ -123,14 +127,18 @@ Status DeviceWeights::finish_packing() {
   return {};
 }
 
-/// The matrices of all experts must be packed alike: kernels find an expert by its number.
+/// The matrices of all experts must be packed alike: kernels find an expert by its number. So must be those
+/// of a shared one that is alike.
 Status DeviceWeights::find_matrices(const ExpertWeights::State& state) {
+  std::vector<const Ffn*> experts;
+  for (const Ffn& ffn : state.routed) experts.push_back(&ffn);
+  if (shared_is_alike(state.spec)) experts.push_back(&state.shared);
   const auto matrices = [](const PackedMatrix& m) { return DeviceMatrices{m.data, 0}; };
   const auto find = [&](PackedMatrix Ffn::*matrix, DeviceMatrices& found) -> Status {
-    found = matrices(state.routed[0].*matrix);
-    if (state.routed.size() > 1) found.expert_stride = (state.routed[1].*matrix).data - found.data;
-    for (std::size_t e = 0; e < state.routed.size(); ++e) {
-      const PackedMatrix& m = state.routed[e].*matrix;
+    found = matrices(experts[0]->*matrix);
+    if (experts.size() > 1) found.expert_stride = (experts[1]->*matrix).data - found.data;
+    for (std::size_t e = 0; e < experts.size(); ++e) {
+      const PackedMatrix& m = experts[e]->*matrix;
       if (m.data != found.data + static_cast<std::int64_t>(e) * found.expert_stride)
         return {Code::internal, fmt::format("expert {} is packed at another distance", e)};
     }

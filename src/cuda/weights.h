@@ -13,6 +13,9 @@ bool is_wide(SchemeId scheme, Format scale_format);
 /// What scales that are stored in `stored` become before they are packed beside such activations.
 Format packed_scales(SchemeId scheme, Format stored, const Operand& activation);
 
+/// Whether there is a shared expert, of the scheme and shape of routed ones: it is packed after them.
+bool shared_is_alike(const MoeSpec& spec);
+
 /// The matrices that one multiply reads.
 struct DeviceMatrices {
   const std::byte* data = nullptr;  ///< of expert 0

@@ -109,7 +109,7 @@ Result<BenchRow> time_row(const SyntheticLayers& layers, int tokens, BenchFrom f
   row.weight_bytes = static_cast<std::uint64_t>(std::accumulate(bytes.begin(), bytes.end(), 0.0) /
                                                 static_cast<double>(bytes.size()));
   row.gb_per_s = median(rates);
-  row.gflop_per_s = 6.0 * tokens * spec.top_k * spec.hidden * spec.intermediate / row.us_median / 1e3;
+  row.gflop_per_s = flop(spec, tokens) / row.us_median / 1e3;
   row.read_gb_per_s = ceilings.read_gb_per_s();
   row.read_ratio = row.gb_per_s / row.read_gb_per_s;
   row.multiply_gflop_per_s = ceilings.gflop_per_s();
@@ -157,8 +157,9 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
   };
   std::vector<BenchRow> rows;
   for (const SchemeId id : options.schemes) {
-    const Result<SyntheticLayers> layers = SyntheticLayers::create(
-        options.shape, id, options.weight_bytes, options.device, options.dtype, options.static_scales);
+    const Result<SyntheticLayers> layers =
+        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device, options.dtype,
+                                options.static_scales, options.shared_expert);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens)
       for (const BenchFrom from : options.from) {

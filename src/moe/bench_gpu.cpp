@@ -74,7 +74,7 @@ Result<BenchRow> time_row_on_gpu(const SyntheticLayers& layers, int tokens, Benc
   row.gb_per_s = bytes / row.us_median / 1e3;
   row.read_gb_per_s = bytes / median(reads) / 1e3;
   row.read_ratio = row.gb_per_s / row.read_gb_per_s;
-  row.gflop_per_s = 6.0 * tokens * spec.top_k * spec.hidden * spec.intermediate / row.us_median / 1e3;
+  row.gflop_per_s = flop(spec, tokens) / row.us_median / 1e3;
   row.multiply_ratio = row.multiply_gflop_per_s > 0 ? row.gflop_per_s / row.multiply_gflop_per_s : 0;
   set_floor(row, spec);
   return row;

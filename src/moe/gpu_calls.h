@@ -40,7 +40,7 @@ class GpuCalls {
     return layers_->layers[call % layers_->layers.size()];
   }
   std::uint64_t weight_bytes(std::size_t call) const {
-    return routings_[call].distinct.size() * layer(call).packed_expert_bytes();
+    return bytes_of(layer(call), routings_[call].distinct.size());
   }
   void add(BenchRouting routing);
   Status copy(const MoePlan& plan);

@@ -91,15 +91,25 @@ std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
   return logits;
 }
 
+double flop(const MoeSpec& spec, int tokens) {
+  const double width = static_cast<double>(spec.top_k) * spec.intermediate + spec.shared.intermediate;
+  return 6.0 * tokens * spec.hidden * width;
+}
+
+std::uint64_t bytes_of(const ExpertWeights& layer, std::size_t experts) {
+  return (experts + (layer.spec().shared.intermediate > 0 ? 1 : 0)) * layer.packed_expert_bytes();
+}
+
 void set_floor(BenchRow& row, const MoeSpec& spec) {
-  const double flop = 6.0 * row.tokens * spec.top_k * spec.hidden * spec.intermediate;
   row.us_read = static_cast<double>(row.weight_bytes) / row.read_gb_per_s / 1e3;
-  row.us_multiply = row.multiply_gflop_per_s > 0 ? flop / row.multiply_gflop_per_s / 1e3 : 0;
+  row.us_multiply =
+      row.multiply_gflop_per_s > 0 ? flop(spec, row.tokens) / row.multiply_gflop_per_s / 1e3 : 0;
   row.us_floor = std::max(row.us_read, row.us_multiply);
 }
 
 Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeId id, std::uint64_t bytes,
-                                                const Device& device, DType dtype, bool static_scales) {
+                                                const Device& device, DType dtype, bool static_scales,
+                                                bool shared_expert) {
   SyntheticLayers result;
   MoeSpec& spec = result.spec;
   spec.scheme = id;
@@ -108,18 +118,19 @@ Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeI
   spec.experts = shape.experts;
   spec.top_k = shape.top_k;
   spec.act_dtype = dtype;
+  if (shared_expert) spec.shared = {.intermediate = shape.intermediate, .scheme = id};
   if (Status status = spec.validate(); !status.ok())
     return Status(status.code(), fmt::format("scheme {}: {}", scheme(id).name, status.message()));
   const Result<std::vector<QuantizedMatrix>> expert = random_expert(spec);
   if (!expert) return expert.status();
+  const auto matrix = [&](int e, Projection projection) -> Result<QuantizedMatrix> {
+    QuantizedMatrix matrix = (*expert)[static_cast<std::size_t>(projection)];
+    if (static_scales && scheme(id).activation.may_be_static())
+      matrix.input_scale = static_scale(scheme(id).activation, e);
+    return matrix;
+  };
   do {  // all experts are copies of one, in memory of their own
-    Result<ExpertWeights> layer =
-        ExpertWeights::pack(spec, device, {}, [&](int e, Projection projection) -> Result<QuantizedMatrix> {
-          QuantizedMatrix matrix = (*expert)[static_cast<std::size_t>(projection)];
-          if (static_scales && scheme(id).activation.may_be_static())
-            matrix.input_scale = static_scale(scheme(id).activation, e);
-          return matrix;
-        });
+    Result<ExpertWeights> layer = ExpertWeights::pack(spec, device, {}, matrix, matrix);
     if (!layer) return layer.status();
     result.layers.push_back(std::move(*layer));
   } while (result.layers.front().packed_bytes() * result.layers.size() < bytes);
@@ -168,7 +179,7 @@ Result<double> SyntheticCalls::run(const MoePlan& plan) {
 }
 
 std::uint64_t SyntheticCalls::weight_bytes() const {
-  return distinct(ids_) * layer().packed_expert_bytes();
+  return bytes_of(layer(), distinct(ids_));
 }
 
 }  // namespace gatefold

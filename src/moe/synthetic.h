@@ -16,18 +16,22 @@ void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& ran
 std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
                                  const std::vector<std::int32_t>& ids);
 
+/// Multiplies and adds of a call.
+double flop(const MoeSpec& spec, int tokens);
 /// Sets us_read, us_multiply and us_floor of a row from the rates.
 void set_floor(BenchRow& row, const MoeSpec& spec);
+/// Packed bytes of so many routed experts, and of the shared one if there is one.
+std::uint64_t bytes_of(const ExpertWeights& layer, std::size_t experts);
 
 struct SyntheticLayers {
   MoeSpec spec;
   std::vector<ExpertWeights> layers;
 
-  /// As many layers of a shape, each with memory of its own, as hold `bytes`. dtype, static_scales:
-  /// BenchOptions.
+  /// As many layers of a shape, each with memory of its own, as hold `bytes`. dtype, static_scales,
+  /// shared_expert: BenchOptions.
   static Result<SyntheticLayers> create(const BenchShape& shape, SchemeId scheme, std::uint64_t bytes,
                                         const Device& device = {}, DType dtype = DType::bf16,
-                                        bool static_scales = false);
+                                        bool static_scales = false, bool shared_expert = false);
 };
 
 /// Calls with the same number of tokens, random routing, and another layer each time.

@@ -1,0 +1,130 @@
+// A shared expert that is like the routed ones is multiplied as one of them, which all tokens choose.
+#include "../moe_layer.h"
+#include "cuda/layer_buffers.h"
+#include "gatefold/codec.h"
+#include "gpu.h"
+#include "moe/host_calls.h"
+
+namespace gatefold {
+namespace {
+
+struct Routed {
+  std::vector<std::int32_t> ids;
+  std::vector<float> weights;
+};
+
+/// To two of six experts; now and then to one that there is not.
+Routed route(std::size_t tokens) {
+  Routed routed;
+  for (std::size_t t = 0; t < tokens; ++t)
+    for (std::size_t i = 0; i < 2; ++i) {
+      routed.ids.push_back(t % 5 == 3 && i == 1 ? (t % 2 == 0 ? -1 : 6)
+                                                : static_cast<std::int32_t>((t * t + i) % 6));
+      routed.weights.push_back(i == 0 ? 0.625f : 0.375f);
+    }
+  return routed;
+}
+
+class SharedExpert : public GpuTest {
+ protected:
+  /// In f32, of bf16 hidden states. Where nothing says how to route, the layer does, and says how.
+  static std::vector<float> run(const MoePlan& plan, const ExpertWeights& weights,
+                                const std::vector<std::uint16_t>& x, Routed& routed) {
+    const MoeSpec& spec = plan.spec();
+    const auto rows = static_cast<std::int64_t>(x.size()) / spec.hidden;
+    std::vector<float> out(x.size());
+    auto calls = HostCalls::create(plan);
+    EXPECT_TRUE(calls.ok()) << calls.status().message();
+    MoeInputs in{.hidden = {x.data(), DType::bf16, rows, spec.hidden}};
+    MoeOutputs to{.hidden = {out.data(), DType::f32, rows, spec.hidden}};
+    const bool given = !routed.ids.empty();
+    routed.ids.resize(static_cast<std::size_t>(rows * spec.top_k));
+    routed.weights.resize(routed.ids.size());
+    if (given)
+      in.topk_ids = routed.ids.data(), in.topk_weights = routed.weights.data();
+    else
+      to.topk_ids = routed.ids.data(), to.topk_weights = routed.weights.data();
+    const Status status = calls->run(plan, weights, in, to);
+    EXPECT_TRUE(status.ok()) << status.message();
+    return out;
+  }
+  static MoeSpec with_shared(SchemeId scheme, bool gated = false) {
+    MoeSpec spec = small_spec(scheme);
+    spec.shared = {.intermediate = spec.intermediate, .gated = gated, .scheme = scheme};
+    return spec;
+  }
+};
+
+TEST_F(SharedExpert, HasTheBitsOfOneMoreExpert) {
+  int joins = 0;
+  for (std::size_t id = 0; id < all_schemes().size(); ++id) {
+    const MoeSpec spec = with_shared(static_cast<SchemeId>(id));
+    PlanOptions options{.max_tokens = 301};  // ids need not be experts
+    const MoeSpec joined = cuda::joined(spec, options);
+    if (joined.experts == spec.experts) continue;
+    ++joins;
+    Layer layer(spec);
+    ReferenceWeights all = layer.reference();
+    all.routed.push_back(all.shared);
+    all.vectors.router.clear();
+    const ExpertWeights weights = layer.weights(options, Device::cuda()),
+                        of_joined = pack(joined, all, options, Device::cuda());
+    const auto any = MoePlan::create(spec, options, Device::cuda());
+    ASSERT_TRUE(any.ok()) << any.status().message();
+    for (const CudaCandidate& candidate : any->candidates(options.max_tokens)) {
+      options.cuda_tuning = candidate.tuning;
+      const auto plan = MoePlan::create(spec, options, Device::cuda()),
+                 of_all = MoePlan::create(joined, options, Device::cuda());
+      ASSERT_TRUE(plan.ok() && of_all.ok()) << plan.status().message() << of_all.status().message();
+      for (const std::size_t tokens : {1, 3, 20, 90, 301}) {
+        SCOPED_TRACE(testing::Message() << scheme(spec.scheme).name << ", " << describe(candidate.tuning)
+                                        << ", " << tokens << " tokens");
+        const auto x = codes_of<formats::bf16>(layer.numbers(tokens * 256, 1.0f));
+        Routed routed = route(tokens), of_all_routed;
+        for (std::size_t slot = 0; slot < routed.ids.size(); ++slot) {
+          of_all_routed.ids.push_back(routed.ids[slot] == 6 ? -1 : routed.ids[slot]);
+          of_all_routed.weights.push_back(routed.weights[slot]);
+          if (slot % 2 == 0) continue;
+          of_all_routed.ids.push_back(6);
+          of_all_routed.weights.push_back(1);
+        }
+        EXPECT_EQ(run(*plan, weights, x, routed), run(*of_all, of_joined, x, of_all_routed));
+      }
+    }
+  }
+  EXPECT_GE(joins, 20);
+}
+
+// Its gate, beside the reference; and the layer's own routing, beside calls that are given what was chosen.
+TEST_F(SharedExpert, GatedAndRouted) {
+  for (const SchemeId id : {SchemeId::int4_g128, SchemeId::mxfp4, SchemeId::fp8_block_afp8})
+    for (const bool gated : {false, true}) {
+      const MoeSpec spec = with_shared(id, gated);
+      Layer layer(spec);
+      const PlanOptions options{.max_tokens = 301, .debug_workspace = true};
+      const ExpertWeights weights = layer.weights(options, Device::cuda());
+      const auto plan = MoePlan::create(spec, options, Device::cuda());
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      for (const std::size_t tokens : {1, 7, 90, 301}) {
+        SCOPED_TRACE(testing::Message()
+                     << scheme(id).name << (gated ? ", gated, " : ", ") << tokens << " tokens");
+        const auto x = codes_of<formats::bf16>(layer.numbers(tokens * 256, 1.0f));
+        Routed routed;
+        const std::vector<float> out = run(*plan, weights, x, routed);
+        EXPECT_EQ(run(*plan, weights, x, routed), out);
+        if (scheme(id).quantizes_activations()) continue;  // rounding of the intermediate may differ
+        std::vector<double> hidden;
+        for (const std::uint16_t code : x) hidden.push_back(decode<formats::bf16>(code));
+        const ReferenceResult expected =
+            reference_moe(spec, options, layer.reference(),
+                          {.hidden = hidden,
+                           .topk_ids = routed.ids,
+                           .topk_weights = {routed.weights.begin(), routed.weights.end()}});
+        EXPECT_LE(relative_l2(out, expected.hidden),
+                  tolerance(spec, options) + 2 * error_of_sums(scheme(id), scheme(id).activation, 256));
+      }
+    }
+}
+
+}  // namespace
+}  // namespace gatefold
