@@ -14,13 +14,11 @@ namespace {
 
 /// What a plan keeps.
 struct LayerPlan final : KernelPlan {
-  MoeSpec spec;  ///< joined
   LayerBuffers buffers;
   GemmTable routed;
   std::optional<GemmTable> shared;
 
-  LayerPlan(const MoeSpec& s, const LayerBuffers& b, GemmTable of_routed)
-      : spec(s), buffers(b), routed(std::move(of_routed)) {}
+  LayerPlan(const LayerBuffers& b, GemmTable of_routed) : buffers(b), routed(std::move(of_routed)) {}
   std::vector<CudaCandidate> candidates(int tokens) const override { return routed.candidates(tokens); }
 };
 
@@ -29,7 +27,7 @@ class LayerRun {
  public:
   LayerRun(const MoeCall& call, const LayerPlan& plan)
       : call_(call),
-        spec_(plan.spec),
+        spec_(plan.buffers.spec),
         state_(call.weights),
         weights_(DeviceWeights::of(call.weights)),
         plan_(plan),
@@ -37,15 +35,15 @@ class LayerRun {
         base_(call.workspace),
         stream_(native(call.stream)),
         tokens_(static_cast<std::int32_t>(call.inputs.hidden.rows)),
-        slots_(tokens_ * plan.spec.top_k),
+        slots_(tokens_ * plan.buffers.spec.top_k),
         choice_(plan.routed.at(tokens_)) {}
 
   Status run() {
-    const GemmKernel gate_up = choice_.kernel(), down = gate_up;
+    const GemmKernel kernel = choice_.kernel();
     // A token's row, which belongs to several experts with scales of their own, is rounded for each as bytes.
-    const bool per_slot = with_static() && !codes() && gate_up.byte_order == 0;
-    const GemmRouting by_gate_up = route(per_slot, gate_up);
-    GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, gate_up));
+    const bool per_slot = with_static() && !codes() && kernel.byte_order == 0;
+    const GemmRouting by_gate_up = route(per_slot, kernel);
+    GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, kernel));
     first.routing = by_gate_up;
     first.bias = weights_.gate_bias;
     first.up_bias = weights_.up_bias;
@@ -55,7 +53,7 @@ class LayerRun {
       // The kernel before may have written the logits, the ids or the items.
       first.routed_early = false;
     } else {
-      InputArgs in = hidden(b_.routed, per_slot ? slots_ : tokens_, gate_up);
+      InputArgs in = hidden(b_.routed, per_slot ? slots_ : tokens_, kernel);
       if (per_slot || tiled()) of_slots(in);
       if (per_slot)
         in.divisor = spec_.top_k;
@@ -66,30 +64,27 @@ class LayerRun {
       if (tiled()) in.first_weights = first_weights(first);
       then("round inputs", launch_inputs, in, stream_);
     }
-    GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, down));
+    GemmArgs second = routed(gemm(b_.routed, weights_.down, GemmKind::down, kernel));
     second.bias = weights_.down_bias;
     second.out_dtype = slots_dtype();
     if (second.bias == nullptr && slots_dtype() != DType::f32) parts_ = plan_.routed.parts(tokens_);
     second.parts = parts_;
     second.steps /= parts_;
-    InputArgs rounding = round_mid(b_.routed, slots_, with_static(), first.out_dtype, down);
-    const bool are_codes = gate_up.rounds || first.static_scales != nullptr;
-    if (gate_up.finds_amax && !with_static() && rounding.activation.group.n == 0) {
+    InputArgs rounding = round_mid(b_.routed, slots_, with_static(), first.out_dtype, kernel);
+    const bool are_codes = kernel.rounds || first.static_scales != nullptr;
+    if (kernel.finds_amax && !with_static() && rounding.activation.group.n == 0) {
       first.out_amax = rounding.amax = reinterpret_cast<float*>(b_.progress.at(base_) + kProgressAmax);
       rounding.amax_is_known = true;
     }
     const InputArgs* rounded = rounding.activation.quantized() && !are_codes ? &rounding : nullptr;
     std::int32_t* const progress = b_.progress.at(base_);
-    const auto counter = [&](const GemmKernel& kernel, int i) {
-      return kernel.counts ? progress + i : nullptr;
-    };
-    if (should_chain(gate_up, down, rounded)) {
-      then("multiply", launch_chain, gate_up, first, second, rounded, progress, multiprocessors(), stream_);
+    const auto counter = [&](int i) { return kernel.counts ? progress + i : nullptr; };
+    if (should_chain(kernel, kernel, rounded)) {
+      then("multiply", launch_chain, kernel, first, second, rounded, progress, multiprocessors(), stream_);
     } else {
-      then("multiply by gate and up", launch_gemm, gate_up, first, counter(gate_up, 0), multiprocessors(),
-           stream_);
+      then("multiply by gate and up", launch_gemm, kernel, first, counter(0), multiprocessors(), stream_);
       if (rounded != nullptr) then("round the intermediate", launch_inputs, rounding, stream_);
-      then("multiply by down", launch_gemm, down, second, counter(down, 1), multiprocessors(), stream_);
+      then("multiply by down", launch_gemm, kernel, second, counter(1), multiprocessors(), stream_);
     }
     if (spec_.shared.intermediate != 0) run_shared();
     then("add slots up", launch_combine, combine(), stream_);
@@ -331,17 +326,16 @@ class LayerRun {
 
   void run_shared() {
     const FfnBuffers& ffn = b_.shared;
-    const GemmChoice& choice = plan_.shared->at(tokens_);
-    const GemmKernel gate_up = choice.kernel(), down = gate_up;
-    then("round shared inputs", launch_inputs, hidden(ffn, tokens_, gate_up), stream_);
-    const GemmArgs first = gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, gate_up);
-    then("multiply by the shared gate and up", launch_gemm, gate_up, first, nullptr, multiprocessors(),
+    const GemmKernel kernel = plan_.shared->at(tokens_).kernel();
+    then("round shared inputs", launch_inputs, hidden(ffn, tokens_, kernel), stream_);
+    const GemmArgs first = gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, kernel);
+    then("multiply by the shared gate and up", launch_gemm, kernel, first, nullptr, multiprocessors(),
          stream_);
-    if (ffn.mid.activation.quantized() && !gate_up.rounds)
+    if (ffn.mid.activation.quantized() && !kernel.rounds)
       then("round the shared intermediate", launch_inputs,
-           round_mid(ffn, tokens_, false, first.out_dtype, down), stream_);
-    then("multiply by the shared down", launch_gemm, down,
-         gemm(ffn, weights_.shared_down, GemmKind::down, down), nullptr, multiprocessors(), stream_);
+           round_mid(ffn, tokens_, false, first.out_dtype, kernel), stream_);
+    then("multiply by the shared down", launch_gemm, kernel,
+         gemm(ffn, weights_.shared_down, GemmKind::down, kernel), nullptr, multiprocessors(), stream_);
   }
 
   CombineArgs combine() const {
@@ -415,14 +409,15 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
                     .top_k = top_k,
                     .multiplies = {{width, spec.hidden, 2}, {spec.hidden, width, 1}}};
   };
-  const MoeSpec all = joined(spec, options);
+  WorkspaceLayout layout(options.debug_workspace);
+  const LayerBuffers buffers(spec, options, layout);
+  const MoeSpec& all = buffers.spec;
   GemmWork of_routed = work(all.scheme, all.intermediate, all.experts, all.top_k);
   of_routed.shared = all.experts - spec.experts;
   of_routed.in_parts = !options.batch_invariant;
   auto routed = GemmTable::create(of_routed, *info, choose);
   if (!routed) return routed.status();
-  WorkspaceLayout layout(options.debug_workspace);
-  auto plan = std::make_shared<LayerPlan>(all, LayerBuffers(spec, options, layout), std::move(*routed));
+  auto plan = std::make_shared<LayerPlan>(buffers, std::move(*routed));
   if (const SharedExpert& shared = all.shared; shared.intermediate != 0) {
     choose.forced.reset();
     choose.tuned = {};

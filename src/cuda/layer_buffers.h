@@ -46,6 +46,7 @@ inline MoeSpec joined(const MoeSpec& spec, const PlanOptions& options) {
 }
 
 struct LayerBuffers {
+  MoeSpec spec;  ///< joined
   Buffer<std::int32_t> topk_ids, expert_offsets, slot_position, sorted_slots, route_scratch;
   Buffer<float> topk_weights, logits;
   Buffer<std::int32_t> joined_ids;  ///< of JoinArgs
@@ -58,8 +59,8 @@ struct LayerBuffers {
   FfnBuffers routed, shared;
   bool may_be_static = false;  // static activation scales: then rows of inputs may be those of slots
 
-  LayerBuffers(const MoeSpec& given, const PlanOptions& options, WorkspaceLayout& layout) {
-    const MoeSpec spec = joined(given, options);
+  LayerBuffers(const MoeSpec& given, const PlanOptions& options, WorkspaceLayout& layout)
+      : spec(joined(given, options)) {
     const auto tokens = static_cast<std::size_t>(options.max_tokens),
                top_k = static_cast<std::size_t>(spec.top_k), experts = static_cast<std::size_t>(spec.experts),
                slots = tokens * top_k, chosen = tokens * static_cast<std::size_t>(given.top_k);

@@ -3,51 +3,17 @@
 // And what weights are by scales that are rounded to bf16, beside those by scales in bf16.
 #include <bit>
 
-#include "../moe_layer.h"
 #include "format/matrix.h"
 #include "gatefold/codec.h"
 #include "gpu.h"
-#include "moe/host_calls.h"
+#include "gpu_layer.h"
 
 namespace gatefold {
 namespace {
 
-struct Routed {
-  std::vector<std::int32_t> ids;
-  std::vector<float> weights;
-};
-
-/// To two of the first three experts.
-Routed route(std::size_t tokens) {
-  Routed routed;
-  for (std::size_t t = 0; t < tokens; ++t)
-    for (std::size_t i = 0; i < 2; ++i) {
-      routed.ids.push_back(static_cast<std::int32_t>((t * t + i) % 3));
-      routed.weights.push_back(i == 0 ? 0.625f : 0.375f);
-    }
-  return routed;
-}
-
 class NarrowResults : public GpuTest {
  protected:
-  /// A layer's results for all of `x`, codes of bf16.
-  template <class Number>
-  static std::vector<Number> run(const MoePlan& plan, const ExpertWeights& weights,
-                                 const std::vector<std::uint16_t>& x, const Routed& routed, DType type) {
-    const int hidden = plan.spec().hidden;
-    const auto rows = static_cast<std::int64_t>(x.size()) / hidden;
-    std::vector<Number> out(x.size());
-    auto calls = HostCalls::create(plan);
-    EXPECT_TRUE(calls.ok()) << calls.status().message();
-    const Status status = calls->run(plan, weights,
-                                     {.hidden = {x.data(), DType::bf16, rows, hidden},
-                                      .topk_ids = routed.ids.data(),
-                                      .topk_weights = routed.weights.data()},
-                                     {.hidden = {out.data(), type, rows, hidden}});
-    EXPECT_TRUE(status.ok()) << status.message();
-    return out;
-  }
-  /// The same in bf16 or f16, as numbers.
+  /// A layer's results in bf16 or f16, as numbers.
   static std::vector<float> run_narrow(const MoePlan& plan, const ExpertWeights& weights,
                                        const std::vector<std::uint16_t>& x, const Routed& routed,
                                        DType type) {
@@ -81,7 +47,7 @@ TEST_F(NarrowResults, OfEveryCandidate) {
         options.cuda_tuning = candidate.tuning;
         const auto x =
             codes_of<formats::bf16>(layer.numbers(tokens * static_cast<std::size_t>(hidden), 1.0f));
-        const Routed routed = route(tokens);
+        const Routed routed = route(tokens, 3);
         const auto plan = MoePlan::create(spec, options, Device::cuda());
         ASSERT_TRUE(plan.ok()) << plan.status().message();
         const auto expected = run<float>(*plan, weights, x, routed, DType::f32);
@@ -126,7 +92,7 @@ TEST_F(NarrowResults, ScalesOfGroups) {
     ASSERT_TRUE(plan.ok()) << plan.status().message();
     for (const std::size_t tokens : {2, 130}) {
       const auto x = codes_of<formats::bf16>(layer.numbers(tokens * 256, 1.0f));
-      const Routed routed = route(tokens);
+      const Routed routed = route(tokens, 3);
       EXPECT_EQ(run<float>(*plan, by_f16, x, routed, DType::f32) ==
                     run<float>(*plan, by_bf16, x, routed, DType::f32),
                 rounded)
@@ -160,7 +126,7 @@ TEST_F(NarrowResults, Parts) {
                      << scheme.name << ", " << describe(candidate.tuning) << ", " << tokens << " tokens");
         const auto x =
             codes_of<formats::bf16>(layer.numbers(tokens * static_cast<std::size_t>(spec.hidden), 1.0f));
-        const Routed routed = route(tokens);
+        const Routed routed = route(tokens, 3);
         options.cuda_tuning = candidate.tuning;
         const auto plan = MoePlan::create(spec, options, Device::cuda());
         ASSERT_TRUE(plan.ok()) << plan.status().message();
@@ -206,7 +172,7 @@ TEST_F(NarrowResults, Codes) {
       const auto plan = MoePlan::create(spec, options, Device::cuda());
       ASSERT_TRUE(plan.ok()) << plan.status().message();
       bits.emplace_back();
-      for (const float value : run<float>(*plan, weights, x, route(tokens), DType::f32))
+      for (const float value : run<float>(*plan, weights, x, route(tokens, 3), DType::f32))
         bits.back().push_back(std::bit_cast<std::uint32_t>(value));
     }
     EXPECT_EQ(bits[0], bits[1]);
@@ -259,7 +225,7 @@ TEST_F(NarrowResults, StaticCodes) {
         const auto plan = MoePlan::create(i == 0 ? spec : wider, options, Device::cuda());
         ASSERT_TRUE(plan.ok()) << plan.status().message();
         for (const float value :
-             run<float>(*plan, i == 0 ? weights : wider_weights, x, route(tokens), DType::f32))
+             run<float>(*plan, i == 0 ? weights : wider_weights, x, route(tokens, 3), DType::f32))
           bits[i].push_back(std::bit_cast<std::uint32_t>(value));
       }
       EXPECT_EQ(bits[0], bits[1]);

@@ -1,53 +1,14 @@
 // A shared expert that is like the routed ones is multiplied as one of them, which all tokens choose.
-#include "../moe_layer.h"
 #include "cuda/layer_buffers.h"
 #include "gatefold/codec.h"
 #include "gpu.h"
-#include "moe/host_calls.h"
+#include "gpu_layer.h"
 
 namespace gatefold {
 namespace {
 
-struct Routed {
-  std::vector<std::int32_t> ids;
-  std::vector<float> weights;
-};
-
-/// To two of six experts; now and then to one that there is not.
-Routed route(std::size_t tokens) {
-  Routed routed;
-  for (std::size_t t = 0; t < tokens; ++t)
-    for (std::size_t i = 0; i < 2; ++i) {
-      routed.ids.push_back(t % 5 == 3 && i == 1 ? (t % 2 == 0 ? -1 : 6)
-                                                : static_cast<std::int32_t>((t * t + i) % 6));
-      routed.weights.push_back(i == 0 ? 0.625f : 0.375f);
-    }
-  return routed;
-}
-
 class SharedExpert : public GpuTest {
  protected:
-  /// In f32, of bf16 hidden states. Where nothing says how to route, the layer does, and says how.
-  static std::vector<float> run(const MoePlan& plan, const ExpertWeights& weights,
-                                const std::vector<std::uint16_t>& x, Routed& routed) {
-    const MoeSpec& spec = plan.spec();
-    const auto rows = static_cast<std::int64_t>(x.size()) / spec.hidden;
-    std::vector<float> out(x.size());
-    auto calls = HostCalls::create(plan);
-    EXPECT_TRUE(calls.ok()) << calls.status().message();
-    MoeInputs in{.hidden = {x.data(), DType::bf16, rows, spec.hidden}};
-    MoeOutputs to{.hidden = {out.data(), DType::f32, rows, spec.hidden}};
-    const bool given = !routed.ids.empty();
-    routed.ids.resize(static_cast<std::size_t>(rows * spec.top_k));
-    routed.weights.resize(routed.ids.size());
-    if (given)
-      in.topk_ids = routed.ids.data(), in.topk_weights = routed.weights.data();
-    else
-      to.topk_ids = routed.ids.data(), to.topk_weights = routed.weights.data();
-    const Status status = calls->run(plan, weights, in, to);
-    EXPECT_TRUE(status.ok()) << status.message();
-    return out;
-  }
   static MoeSpec with_shared(SchemeId scheme, bool gated = false) {
     MoeSpec spec = small_spec(scheme);
     spec.shared = {.intermediate = spec.intermediate, .gated = gated, .scheme = scheme};
@@ -80,7 +41,9 @@ TEST_F(SharedExpert, HasTheBitsOfOneMoreExpert) {
         SCOPED_TRACE(testing::Message() << scheme(spec.scheme).name << ", " << describe(candidate.tuning)
                                         << ", " << tokens << " tokens");
         const auto x = codes_of<formats::bf16>(layer.numbers(tokens * 256, 1.0f));
-        Routed routed = route(tokens), of_all_routed;
+        Routed routed = route(tokens, 6), of_all_routed;
+        for (std::size_t slot = 7; slot < routed.ids.size(); slot += 10)  // experts that there are not
+          routed.ids[slot] = slot % 20 == 7 ? -1 : 6;
         for (std::size_t slot = 0; slot < routed.ids.size(); ++slot) {
           of_all_routed.ids.push_back(routed.ids[slot] == 6 ? -1 : routed.ids[slot]);
           of_all_routed.weights.push_back(routed.weights[slot]);
@@ -88,7 +51,8 @@ TEST_F(SharedExpert, HasTheBitsOfOneMoreExpert) {
           of_all_routed.ids.push_back(6);
           of_all_routed.weights.push_back(1);
         }
-        EXPECT_EQ(run(*plan, weights, x, routed), run(*of_all, of_joined, x, of_all_routed));
+        EXPECT_EQ(run<float>(*plan, weights, x, routed, DType::f32),
+                  run<float>(*of_all, of_joined, x, of_all_routed, DType::f32));
       }
     }
   }
@@ -110,8 +74,8 @@ TEST_F(SharedExpert, GatedAndRouted) {
                      << scheme(id).name << (gated ? ", gated, " : ", ") << tokens << " tokens");
         const auto x = codes_of<formats::bf16>(layer.numbers(tokens * 256, 1.0f));
         Routed routed;
-        const std::vector<float> out = run(*plan, weights, x, routed);
-        EXPECT_EQ(run(*plan, weights, x, routed), out);
+        const std::vector<float> out = run<float>(*plan, weights, x, {}, DType::f32, &routed);
+        EXPECT_EQ(run<float>(*plan, weights, x, routed, DType::f32), out);
         if (scheme(id).quantizes_activations()) continue;  // rounding of the intermediate may differ
         std::vector<double> hidden;
         for (const std::uint16_t code : x) hidden.push_back(decode<formats::bf16>(code));
