@@ -259,6 +259,16 @@ class CommandsTest(CliTest):
         for words, complaint in ((["int8_aint8"], "GPUs only"), (["int8", "--backend", "cuda"], "int8 leaves")):
             self.assertIn(complaint, tool(*from_codes, *words, code=1).stderr.decode())
 
+        # By the layer's own router: of 64 experts, 32 tokens choose most, but not the same ones.
+        alone = ["bench", "--shape", "64,64,64,4", "--scheme", "int8", "--tokens", "1,32", "--seconds", "0.01",
+                 "--weight-bytes", "1MB", "--from", "ids,hidden"]
+        rows = tool_json(*alone)["rows"]
+        self.assertEqual([row["from"] for row in rows], ["ids", "hidden"] * 2)
+        each = [row["weight_bytes"] for row in rows]
+        self.assertEqual(each[0], each[1])  # 4 experts
+        self.assertGreater(each[3], 10 * each[1])
+        self.assertIn("uniformly", tool(*alone, "--routing", "skew", code=1).stderr.decode())
+
     def test_bench_routing(self):
         # Two tokens hit as few experts as one, half of all or more, and something between: of 64, 32 each.
         arguments = ["bench", "--shape", "64,32,64,32", "--scheme", "int8", "--tokens", "2", "--seconds", "0.01",

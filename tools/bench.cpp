@@ -8,8 +8,10 @@
 namespace gatefold::cli {
 namespace {
 
-const std::map<std::string, BenchFrom> froms = {
-    {"ids", BenchFrom::ids}, {"logits", BenchFrom::logits}, {"codes", BenchFrom::codes}};
+const std::map<std::string, BenchFrom> froms = {{"ids", BenchFrom::ids},
+                                                {"logits", BenchFrom::logits},
+                                                {"hidden", BenchFrom::hidden},
+                                                {"codes", BenchFrom::codes}};
 
 Json to_json(const BenchRow& row) {
   return {{"scheme", row.scheme},
@@ -155,8 +157,9 @@ void add_bench(Cli& cli) {
             options->from.clear();
             for (const std::string& name : names) options->from.push_back(froms.at(name));
           },
-          "What a call is given: experts' ids, logits to route by, or ids and quantized hidden states "
-          "(cuda); comma-separated")
+          "What a call is given: experts' ids, logits to route by, hidden states alone (the layer's own "
+          "router), or "
+          "ids and quantized hidden states (cuda); comma-separated")
       ->delimiter(',')
       ->check(CLI::IsMember(froms))
       ->type_name("")

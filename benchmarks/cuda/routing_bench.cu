@@ -1,8 +1,9 @@
-// Routing on the GPU: routing_bench
+// Routing on the GPU, and the logits before it: routing_bench
 #include <cstdio>
 #include <random>
 
 #include "cuda/routing.h"
+#include "gatefold/codec.h"
 #include "graph_time.h"
 
 namespace gatefold {
@@ -71,9 +72,67 @@ int run() {
   return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
 }
 
+/// Logits by routers that lie in memory, of bf16 numbers or of f32 ones.
+int run_routers() {
+  struct Router {
+    const char* name;
+    int experts, hidden;
+  };
+  constexpr Router routers[] = {{"qwen3: 128 x 2048", 128, 2048},
+                                {"qwen3-next: 512 x 2048", 512, 2048},
+                                {"gpt-oss: 128 x 2880", 128, 2880},
+                                {"dsv3: 256 x 7168", 256, 7168},
+                                {"mixtral: 8 x 4096", 8, 4096}};
+  constexpr int tokens[] = {1, 8, 32, 64, 128, 512, 4096, 16384};
+  constexpr std::size_t most_tokens = 16384, most_hidden = 7168, most_experts = 512,
+                        memory = std::size_t{256} << 20;
+  auto hidden = cuda::Memory::allocate(2 * most_tokens * most_hidden, "hidden states");
+  auto logits = cuda::Memory::allocate(4 * most_tokens * most_experts, "logits");
+  auto weights = cuda::Memory::allocate(memory, "routers");
+  if (!hidden || !logits || !weights) return 1;
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  std::vector<std::uint16_t> codes(most_tokens * most_hidden);
+  std::vector<float> numbers(memory / 4);
+  for (std::size_t i = 0; i < codes.size(); ++i)
+    codes[i] = static_cast<std::uint16_t>(i < 4099 ? encode<formats::bf16>(normal(random)) : codes[i % 4099]);
+  if (!cuda::copy(hidden->data(), codes.data(), hidden->bytes()).ok()) return 1;
+  for (const bool exact : {true, false}) {
+    for (std::size_t i = 0; i < numbers.size(); ++i)
+      numbers[i] = i >= 4099 ? numbers[i % 4099]
+                   : exact   ? decode<formats::bf16>(encode<formats::bf16>(normal(random)))
+                             : normal(random);
+    if (!cuda::copy(weights->data(), numbers.data(), memory).ok()) return 1;
+    std::printf("\nlogits by routers of %s, us in graphs\n%-32s", exact ? "bf16 numbers" : "f32 numbers",
+                "tokens");
+    for (const int count : tokens) std::printf("%8d", count);
+    for (const Router& router : routers) {
+      std::printf("\n%-32s", router.name);
+      const std::size_t each = static_cast<std::size_t>(router.experts) * router.hidden;
+      for (const int count : tokens) {
+        const cuda::RouterArgs args{.tokens = count,
+                                    .experts = router.experts,
+                                    .hidden_size = router.hidden,
+                                    .hidden = hidden->data(),
+                                    .dtype = DType::bf16,
+                                    .logits = logits->as<float>()};
+        std::printf("%8.2f", graph_us(20, [&](int call, cudaStream_t stream) {
+                      cuda::RouterArgs of_call = args;
+                      of_call.router = weights->as<float>() + call % (memory / 4 / each) * each;
+                      if (cuda::launch_router_logits(of_call, stream) != cudaSuccess)
+                        std::printf("cannot launch\n");
+                    }));
+      }
+    }
+  }
+  std::printf("\n");
+  return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
+}
+
 }  // namespace
 }  // namespace gatefold
 
 int main() {
-  return gatefold::run();
+  const int done = gatefold::run();
+  return done != 0 ? done : gatefold::run_routers();
 }

@@ -27,8 +27,9 @@ std::span<const BenchShape> bench_presets();
 /// single: all tokens of a call choose the same experts, drawn for each call.
 enum class BenchRouting : std::uint8_t { uniform, skew, single };
 /// What a call is given: the experts' ids and weights, or router logits from which it chooses the same ids;
+/// or hidden states alone, of which the layer's own router makes logits (random ones: `routing` is uniform);
 /// or ids, and hidden states that are quantized already (GPU).
-enum class BenchFrom : std::uint8_t { ids, logits, codes };
+enum class BenchFrom : std::uint8_t { ids, logits, hidden, codes };
 
 struct BenchOptions {
   Device device;

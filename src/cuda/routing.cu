@@ -329,39 +329,6 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, int words, cudaStream_t
                           params...);
 }
 
-/// One warp: expert blockIdx.x * 8 + warp, tokens blockIdx.y * kTokens and on.
-constexpr int kTokens = 8, kRouterThreads = 256;
-
-template <class Hidden>
-__global__ void __launch_bounds__(kRouterThreads) multiply_router(const RouterArgs args) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int expert = static_cast<int>(blockIdx.x) * warps() + warp();
-  if (expert >= args.experts) return;
-  const int first = static_cast<int>(blockIdx.y) * kTokens;
-  const int count = min(kTokens, args.tokens - first);
-  const auto* hidden =
-      static_cast<const Hidden*>(args.hidden) + static_cast<std::int64_t>(first) * args.hidden_size;
-  const float* router = args.router + static_cast<std::int64_t>(expert) * args.hidden_size;
-  float sums[kTokens] = {};
-  for (int h = lane(); h < args.hidden_size; h += 32) {
-    const float weight = router[h];
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t)
-      if (t < count)
-        sums[t] = fmaf(static_cast<float>(hidden[static_cast<std::int64_t>(t) * args.hidden_size + h]),
-                       weight, sums[t]);
-  }
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    for (int distance = 16; distance > 0; distance /= 2)
-      sums[t] += __shfl_xor_sync(kAllLanes, sums[t], distance);
-    if (lane() == 0 && t < count)
-      args.logits[static_cast<std::int64_t>(first + t) * args.experts + expert] =
-          sums[t] + (args.bias != nullptr ? args.bias[expert] : 0.0f);
-  }
-}
-
 }  // namespace
 
 std::size_t route_scratch_words(int tokens, int experts) {
@@ -399,25 +366,6 @@ cudaError_t launch_choose(const RouteArgs& args, cudaStream_t stream) {
                            .stream = stream,
                            .shared_bytes = words * sizeof(std::int32_t)},
                           args);
-}
-
-cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream) {
-  auto* kernel = args.dtype == DType::f32   ? multiply_router<float>
-                 : args.dtype == DType::f16 ? multiply_router<__half>
-                                            : multiply_router<__nv_bfloat16>;
-  constexpr int most = 65535 * kTokens;  // of a grid
-  cudaError_t error = cudaSuccess;
-  for (std::int64_t first = 0; first < args.tokens && error == cudaSuccess; first += most) {
-    RouterArgs part = args;
-    part.tokens = static_cast<std::int32_t>(std::min<std::int64_t>(most, args.tokens - first));
-    part.hidden =
-        static_cast<const std::byte*>(args.hidden) + first * args.hidden_size * bits(args.dtype) / 8;
-    part.logits += first * args.experts;
-    const dim3 blocks(static_cast<unsigned>((args.experts + 7) / 8),
-                      static_cast<unsigned>((part.tokens + kTokens - 1) / kTokens));
-    error = launch_dependent(kernel, {.blocks = blocks, .threads = kRouterThreads, .stream = stream}, part);
-  }
-  return error;
 }
 
 }  // namespace gatefold::cuda

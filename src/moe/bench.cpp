@@ -131,9 +131,14 @@ std::span<const BenchShape> bench_presets() {
 
 namespace {
 
-/// Why calls cannot be given quantized hidden states, in words; empty if they can, or are not.
-std::string refuses_codes(const BenchOptions& options) {
-  if (std::ranges::find(options.from, BenchFrom::codes) == options.from.end()) return {};
+/// Why calls cannot be given what they are to have, in words; empty if they can.
+std::string refuses_from(const BenchOptions& options) {
+  const auto are_from = [&](BenchFrom from) {
+    return std::ranges::find(options.from, from) != options.from.end();
+  };
+  if (are_from(BenchFrom::hidden) && options.routing != BenchRouting::uniform)
+    return "calls from hidden states alone are routed by the layer, uniformly";
+  if (!are_from(BenchFrom::codes)) return {};
   if (options.device.kind == Device::Kind::cpu) return "calls from codes are for GPUs only";
   for (const SchemeId id : options.schemes)
     if (!scheme(id).quantizes_activations())
@@ -147,7 +152,7 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
                                     const std::function<void(const BenchRow&)>& on_row) {
   BenchOptions options = requested;
   if (options.threads == 0) options.threads = omp_get_max_threads();
-  if (std::string why = refuses_codes(options); !why.empty())
+  if (std::string why = refuses_from(options); !why.empty())
     return Status(Code::invalid_argument, std::move(why));
   Ceilings ceilings(options.threads);
   DenseRates dense(options.device);

@@ -36,6 +36,8 @@ Result<GpuCalls> GpuCalls::create(const SyntheticLayers& layers, int tokens, Ben
   if (Status status = calls.copy(plan); !status.ok()) return status;
   if (from == BenchFrom::codes)
     if (Status status = calls.quantize_hidden(); !status.ok()) return status;
+  if (from == BenchFrom::hidden)
+    if (Status status = calls.find_routings(plan); !status.ok()) return status;
   return calls;
 }
 
@@ -46,27 +48,30 @@ double GpuCalls::mean_weight_bytes() const {
 }
 
 Status GpuCalls::run(const MoePlan& plan, cuda::Stream stream) const {
-  const MoeSpec& spec = layers_->spec;
-  for (std::size_t i = 0; i < count(); ++i) {
-    MoeInputs inputs{.hidden = hidden()};
-    if (from_ == BenchFrom::codes) {
-      inputs.hidden.data = codes_.data();
-      inputs.hidden.dtype = dtype_of_codes(scheme(spec.scheme).activation.value);
-      inputs.hidden_scales = scales_.data();
-      inputs.hidden_token_scales = token_scales_.as<float>();
-    }
-    if (from_ == BenchFrom::logits) {
-      inputs.router_logits = logits_.as<float>() + i * logits_of_call();
-    } else {
-      inputs.topk_ids = ids_.as<std::int32_t>() + i * slots();
-      inputs.topk_weights = weights_.as<float>();
-    }
-    Status status =
-        plan.run(layer(i), inputs, {.hidden = {out_.data(), spec.act_dtype, tokens_, spec.hidden}},
-                 {workspace_.data(), workspace_.bytes()}, stream);
-    if (!status.ok()) return status;
-  }
+  for (std::size_t i = 0; i < count(); ++i)
+    if (Status status = run(plan, i, nullptr, stream); !status.ok()) return status;
   return {};
+}
+
+Status GpuCalls::run(const MoePlan& plan, std::size_t call, std::int32_t* topk_ids,
+                     cuda::Stream stream) const {
+  const MoeSpec& spec = layers_->spec;
+  MoeInputs inputs{.hidden = hidden(call)};
+  if (from_ == BenchFrom::codes) {
+    inputs.hidden.data = codes_.data();
+    inputs.hidden.dtype = dtype_of_codes(scheme(spec.scheme).activation.value);
+    inputs.hidden_scales = scales_.data();
+    inputs.hidden_token_scales = token_scales_.as<float>();
+  }
+  if (from_ == BenchFrom::logits) {
+    inputs.router_logits = logits_.as<float>() + call * logits_of_call();
+  } else if (from_ != BenchFrom::hidden) {
+    inputs.topk_ids = ids_.as<std::int32_t>() + call * slots();
+    inputs.topk_weights = weights_.as<float>();
+  }
+  return plan.run(layer(call), inputs,
+                  {.hidden = {out_.data(), spec.act_dtype, tokens_, spec.hidden}, .topk_ids = topk_ids},
+                  {workspace_.data(), workspace_.bytes()}, stream);
 }
 
 Status GpuCalls::read(cuda::Stream stream) const {
@@ -83,20 +88,32 @@ Status GpuCalls::read(cuda::Stream stream) const {
   return {};
 }
 
+GpuCalls::Routed::Routed(std::vector<std::int32_t> of_slots) : ids(std::move(of_slots)), distinct(ids) {
+  std::sort(distinct.begin(), distinct.end());
+  distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
+}
+
 void GpuCalls::add(BenchRouting routing) {
-  Routed routed;
-  routed.ids.resize(slots());
-  random_routing(layers_->spec, routing, random_, routed.ids);
-  routed.distinct = routed.ids;
-  std::sort(routed.distinct.begin(), routed.distinct.end());
-  routed.distinct.erase(std::unique(routed.distinct.begin(), routed.distinct.end()), routed.distinct.end());
-  routings_.push_back(std::move(routed));
+  std::vector<std::int32_t> ids(slots());
+  random_routing(layers_->spec, routing, random_, ids);
+  routings_.emplace_back(std::move(ids));
+}
+
+Status GpuCalls::find_routings(const MoePlan& plan) {
+  const cuda::DeviceGuard guard(plan.device().index);
+  for (std::size_t i = 0; i < count(); ++i) {
+    if (Status status = run(plan, i, ids_.as<std::int32_t>(), nullptr); !status.ok()) return status;
+    std::vector<std::int32_t> ids(slots());
+    if (Status status = cuda::copy(ids.data(), ids_.data(), slots() * 4); !status.ok()) return status;
+    routings_[i] = Routed(std::move(ids));
+  }
+  return cuda::synchronize();
 }
 
 Status GpuCalls::copy(const MoePlan& plan) {
   const auto device = plan.device().index;
   const std::size_t elements =
-      static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(layers_->spec.hidden);
+      (static_cast<std::size_t>(tokens_) + count()) * static_cast<std::size_t>(layers_->spec.hidden);
   const std::pair<cuda::Memory*, std::size_t> all[] = {
       {&hidden_, elements * 2},       {&out_, elements * 2},
       {&ids_, count() * slots() * 4}, {&logits_, count() * logits_of_call() * 4},
@@ -128,7 +145,7 @@ Status GpuCalls::copy(const MoePlan& plan) {
 }
 
 Status GpuCalls::quantize_hidden() {
-  const MatrixView x = hidden();
+  const MatrixView x = hidden(0);
   const SchemeId id = layers_->spec.scheme;
   const auto layout = cuda::activation_layout(id, x.rows, x.cols);
   if (!layout) return layout.status();

@@ -24,6 +24,7 @@ class GpuCalls {
 
  private:
   struct Routed {
+    explicit Routed(std::vector<std::int32_t> of_slots);
     std::vector<std::int32_t> ids, distinct;
   };
 
@@ -45,8 +46,13 @@ class GpuCalls {
   void add(BenchRouting routing);
   Status copy(const MoePlan& plan);
   Status quantize_hidden();
-  MatrixView hidden() const {
-    return {hidden_.data(), layers_->spec.act_dtype, tokens_, layers_->spec.hidden};
+  /// Calls that are routed by hidden states alone: finds which experts each has.
+  Status find_routings(const MoePlan& plan);
+  Status run(const MoePlan& plan, std::size_t call, std::int32_t* topk_ids, cuda::Stream stream) const;
+  /// Of a call. Those of the next one begin a row later, so that they choose other experts.
+  MatrixView hidden(std::size_t call) const {
+    const auto skipped = call * static_cast<std::size_t>(layers_->spec.hidden) * 2;
+    return {hidden_.data() + skipped, layers_->spec.act_dtype, tokens_, layers_->spec.hidden};
   }
 
   const SyntheticLayers* layers_;

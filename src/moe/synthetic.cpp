@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "format/matrix.h"
+#include "gatefold/codec.h"
 
 namespace gatefold {
 
@@ -31,6 +32,17 @@ Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
     matrices.push_back(std::move(*matrix));
   }
   return matrices;
+}
+
+/// A random router of a layer, of bf16 numbers, as in checkpoints.
+std::vector<float> random_router(const MoeSpec& spec, std::size_t layer) {
+  std::mt19937 random(static_cast<unsigned>(layer) + 1);
+  std::normal_distribution<float> normal(0, 1.0f / std::sqrt(static_cast<float>(spec.hidden)));
+  std::vector<float> pattern(4099),
+      w(static_cast<std::size_t>(spec.experts) * static_cast<std::size_t>(spec.hidden));
+  for (float& x : pattern) x = decode<formats::bf16>(encode<formats::bf16>(normal(random)));
+  for (std::size_t i = 0; i < w.size(); ++i) w[i] = pattern[i % pattern.size()];
+  return w;
 }
 
 /// That of an expert: its own, as in checkpoints, for numbers of up to about 4.
@@ -130,7 +142,8 @@ Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeI
     return matrix;
   };
   do {  // all experts are copies of one, in memory of their own
-    Result<ExpertWeights> layer = ExpertWeights::pack(spec, device, {}, matrix, matrix);
+    Result<ExpertWeights> layer = ExpertWeights::pack(
+        spec, device, {.router = random_router(spec, result.layers.size())}, matrix, matrix);
     if (!layer) return layer.status();
     result.layers.push_back(std::move(*layer));
   } while (result.layers.front().packed_bytes() * result.layers.size() < bytes);
@@ -166,14 +179,15 @@ void SyntheticCalls::next() {
 Result<double> SyntheticCalls::run(const MoePlan& plan) {
   workspace_.resize(std::max(workspace_.size(), plan.workspace_bytes()));
   const auto start = std::chrono::steady_clock::now();
-  const bool given = from_ == BenchFrom::ids;
-  const Status status =
-      plan.run(layer(),
-               {.hidden = {hidden_.data(), DType::f32, tokens_, layers_.spec.hidden},
-                .router_logits = given ? nullptr : logits_.data(),
-                .topk_ids = given ? ids_.data() : nullptr,
-                .topk_weights = given ? weights_.data() : nullptr},
-               {.hidden = {out_.data(), DType::f32, tokens_, layers_.spec.hidden}}, workspace_);
+  const bool alone = from_ == BenchFrom::hidden, ids = from_ == BenchFrom::ids;
+  const Status status = plan.run(layer(),
+                                 {.hidden = {hidden_.data(), DType::f32, tokens_, layers_.spec.hidden},
+                                  .router_logits = alone || ids ? nullptr : logits_.data(),
+                                  .topk_ids = ids ? ids_.data() : nullptr,
+                                  .topk_weights = ids ? weights_.data() : nullptr},
+                                 {.hidden = {out_.data(), DType::f32, tokens_, layers_.spec.hidden},
+                                  .topk_ids = alone ? ids_.data() : nullptr},
+                                 workspace_);
   if (!status.ok()) return status;
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }

@@ -286,44 +286,100 @@ TEST_F(CudaRouting, ThreadsAtOnce) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST_F(CudaRouting, RouterLogits) {
-  for (const int tokens : {1, 7, 8, 20, 524'289})  // more than a grid takes
-    for (const int hidden : {16, 272, 2880}) {
-      if (tokens > 20 && hidden > 16) continue;
-      constexpr int experts = 37;
-      const auto x = make_logits(tokens, hidden, Kind::normal, 1),
-                 router = make_logits(experts, hidden, Kind::normal, 2),
-                 bias = make_logits(1, experts, Kind::normal, 3);
-      std::vector<std::uint16_t> rounded(x.size());
-      for (std::size_t i = 0; i < x.size(); ++i)
-        rounded[i] = static_cast<std::uint16_t>(encode<formats::bf16>(x[i]));
-      const DeviceVector<std::uint16_t> input(rounded);
-      const DeviceVector<float> matrix(router), offset(bias),
-          logits(static_cast<std::size_t>(tokens) * experts);
-      ASSERT_TRUE(cuda::router_logits({.tokens = tokens,
-                                       .experts = experts,
-                                       .hidden_size = hidden,
-                                       .hidden = input.data(),
-                                       .dtype = DType::bf16,
-                                       .router = matrix.data(),
-                                       .bias = offset.data(),
-                                       .logits = logits.data()},
-                                      nullptr)
-                      .ok());
-      const std::vector<float> got = logits.host();
-      for (int t = 0; t < tokens; ++t)
-        for (int e = 0; e < experts; ++e) {
-          double sum = bias[e], magnitude = std::abs(bias[e]);
-          for (int h = 0; h < hidden; ++h) {
-            const double product =
-                static_cast<double>(decode<formats::bf16>(rounded[t * hidden + h])) * router[e * hidden + h];
-            sum += product;
-            magnitude += std::abs(product);
-          }
-          // Each product takes part in at most hidden / 32 + 6 additions.
-          ASSERT_NEAR(got[t * experts + e], sum, magnitude * (hidden / 32 + 6) * 0x1p-24);
-        }
+/// Hidden states of `tokens` tokens in a 16-bit type or f32, and what they are then.
+struct Hidden {
+  DType dtype;
+  std::vector<std::byte> bytes;
+  std::vector<float> values;
+
+  Hidden(DType type, std::vector<float> x) : dtype(type), values(std::move(x)) {
+    bytes.resize(values.size() * bits(type) / 8);
+    if (type == DType::f32) {
+      std::memcpy(bytes.data(), values.data(), bytes.size());
+      return;
     }
+    auto* codes = reinterpret_cast<std::uint16_t*>(bytes.data());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      codes[i] = static_cast<std::uint16_t>(type == DType::bf16 ? encode<formats::bf16>(values[i])
+                                                                : encode<formats::f16>(values[i]));
+      values[i] = type == DType::bf16 ? decode<formats::bf16>(codes[i]) : decode<formats::f16>(codes[i]);
+    }
+  }
+};
+
+/// Logits of tokens [first, first + tokens), where there are `hidden` columns. `skip`: bytes that hidden
+/// states begin after an aligned address.
+std::vector<float> logits_of(const Hidden& x, int first, int tokens, int hidden, int experts,
+                             const DeviceVector<float>& router, const DeviceVector<float>& bias,
+                             std::size_t skip = 0) {
+  const std::size_t row = static_cast<std::size_t>(hidden) * bits(x.dtype) / 8;
+  std::vector<std::byte> bytes(skip + tokens * row);
+  std::memcpy(bytes.data() + skip, x.bytes.data() + first * row, tokens * row);
+  const DeviceVector<std::byte> input(bytes);
+  const DeviceVector<float> logits(static_cast<std::size_t>(tokens) * experts);
+  const Status status = cuda::router_logits({.tokens = tokens,
+                                             .experts = experts,
+                                             .hidden_size = hidden,
+                                             .hidden = input.data() + skip,
+                                             .dtype = x.dtype,
+                                             .router = router.data(),
+                                             .bias = bias.data(),
+                                             .logits = logits.data()},
+                                            nullptr);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return logits.host();
+}
+
+TEST_F(CudaRouting, RouterLogits) {
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+    for (const bool narrow : {false, true})  // routers of 16-bit numbers
+      for (const int experts : {37, 256})
+        for (const int hidden : {16, 37, 272, 2880}) {
+          SCOPED_TRACE(testing::Message() << name(dtype) << " " << experts << " x " << hidden);
+          constexpr int tokens = 700;
+          const Hidden x(dtype, make_logits(tokens, hidden, Kind::normal, 1));
+          std::vector<float> matrix = make_logits(experts, hidden, Kind::normal, 2);
+          if (narrow)
+            for (float& w : matrix) w = decode<formats::bf16>(encode<formats::bf16>(w));
+          const auto bias = make_logits(1, experts, Kind::normal, 3);
+          const DeviceVector<float> router(matrix), offset(bias);
+          const std::vector<float> got = logits_of(x, 0, tokens, hidden, experts, router, offset);
+          // Sums of eight products are added up, for each of the pairs of parts; slices in the end.
+          const int additions = (hidden + 511) / 512 * 4 * 3 + 16;
+          for (int t = 0; t < tokens; t += 9)
+            for (int e = 0; e < experts; ++e) {
+              double sum = bias[e], magnitude = std::abs(bias[e]);
+              for (int h = 0; h < hidden; ++h) {
+                const double product = static_cast<double>(x.values[t * hidden + h]) * matrix[e * hidden + h];
+                sum += product;
+                magnitude += std::abs(product);
+              }
+              ASSERT_NEAR(got[t * experts + e], sum, magnitude * additions * 0x1p-24) << t << ", " << e;
+            }
+          // A token's bits do not depend on others, nor on where it lies.
+          for (const int count : {1, 8, 9, 40, 300})
+            for (const std::size_t skip : {std::size_t{0}, static_cast<std::size_t>(bits(dtype)) / 8}) {
+              const int first = tokens - count;
+              const std::vector<float> alone =
+                  logits_of(x, first, count, hidden, experts, router, offset, skip);
+              for (std::size_t i = 0; i < alone.size(); ++i)
+                ASSERT_EQ(alone[i], got[static_cast<std::size_t>(first) * experts + i])
+                    << count << " tokens, logit " << i;
+            }
+        }
+}
+
+TEST_F(CudaRouting, RouterLogitsOfMoreTokensThanAGridHas) {
+  constexpr int tokens = 65536 * 16 + 5, hidden = 16, experts = 3;
+  const Hidden x(DType::bf16, make_logits(tokens, hidden, Kind::normal, 1));
+  const DeviceVector<float> router(make_logits(experts, hidden, Kind::normal, 2)),
+      bias(std::vector<float>(experts, 0.5f));
+  const std::vector<float> got = logits_of(x, 0, tokens, hidden, experts, router, bias);
+  for (const int first : {0, tokens - 9}) {
+    const std::vector<float> alone = logits_of(x, first, 9, hidden, experts, router, bias);
+    for (std::size_t i = 0; i < alone.size(); ++i)
+      ASSERT_EQ(alone[i], got[static_cast<std::size_t>(first) * experts + i]);
+  }
 }
 
 TEST(CudaRoutingErrors, SayWhatIsWrong) {

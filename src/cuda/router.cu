@@ -1,0 +1,260 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/launch.h"
+#include "cuda/ptx.cuh"
+#include "cuda/routing.h"
+#include "cuda/slots.h"
+#include "cuda/topk.cuh"
+
+namespace gatefold::cuda {
+namespace {
+
+/// Columns are cut into as many slices, whose sums are added in their order: logits have the same bits
+/// whatever a block's tile is. A warp takes a slice by itself, 32 columns at a time, eight of a row a lane.
+constexpr int kSlices = 16, kChunkColumns = 32, kLaneColumns = 8;
+
+/// A tile's numbers are multiplied in tf32, of 11 bits: two of them make up the f32 numbers of the router,
+/// and those of hidden states. 16-bit numbers need one, and so do those of routers that had 16 bits.
+template <class Number, int kTokens16, int kExperts8, int kBlocks, int kWarps, int kAhead>
+struct RouterTile {
+  using Hidden = Number;
+  static constexpr int token_tiles = kTokens16, expert_tiles = kExperts8;
+  static constexpr int tokens = 16 * kTokens16, experts = 8 * kExperts8;
+  static constexpr int blocks = kBlocks,
+                       warps = kWarps;  ///< of a tile, and of a block: they take slices in turn
+  static constexpr int threads = 32 * warps;
+  static constexpr int ahead = kAhead;  ///< chunks that a warp loads before it multiplies
+  static constexpr int bytes = kSlices * tokens * experts * 4;
+  static_assert(blocks * warps <= kSlices);
+};
+
+/// d += a * b: m16n8k8, f32 sums; low bits of operands are ignored. a: rows lane / 4 and + 8 of column
+/// lane % 4, and of + 4; b: those columns of expert lane / 4.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                         std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ std::uint32_t to_tf32(float x) {
+  std::uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+/// What its tf32 lacks of a number.
+__device__ __forceinline__ float rest_of(float x) {
+  return x - __uint_as_float(to_tf32(x));
+}
+
+/// Reads the 128 bytes there to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+/// The columns of a row that a lane has of a chunk.
+template <class T>
+struct LaneColumns {
+  static constexpr int words = kLaneColumns * sizeof(T) / 4;
+  std::uint32_t word[words];
+
+  /// `there`: columns that the row still has; the others are 0. `wide`: all of them, or none, and aligned.
+  __device__ __forceinline__ void load(const T* row, int there, bool wide) {
+    if (wide && there > 0) {
+#pragma unroll
+      for (int i = 0; i < words; i += 4)
+        *reinterpret_cast<uint4*>(word + i) = __ldg(reinterpret_cast<const uint4*>(row) + i / 4);
+      return;
+    }
+    alignas(16) T numbers[kLaneColumns] = {};
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i)
+      if (i < there) numbers[i] = row[i];
+#pragma unroll
+    for (int i = 0; i < words; ++i) word[i] = reinterpret_cast<const std::uint32_t*>(numbers)[i];
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (std::is_same_v<T, float>) return __uint_as_float(word[i]);
+    const std::uint32_t pair = word[i / 2];
+    if constexpr (std::is_same_v<T, __half>) return f32_of_f16(pair, i % 2);
+    return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+  }
+};
+
+/// What a lane multiplies of a chunk.
+template <class T>
+struct LaneChunk {
+  LaneColumns<float> weights[T::expert_tiles];
+  LaneColumns<typename T::Hidden> x[2 * T::token_tiles];
+};
+
+/// Sums of a slice by one warp.
+template <class T>
+__device__ __forceinline__ void multiply_chunk(const LaneChunk<T>& chunk,
+                                               float (&d)[T::token_tiles][T::expert_tiles][4]) {
+  constexpr bool of_f32 = std::is_same_v<typename T::Hidden, float>;
+  const auto& [weights, x] = chunk;
+  bool exact[T::expert_tiles];
+#pragma unroll
+  for (int n = 0; n < T::expert_tiles; ++n) {
+    float rests = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) rests = fmaxf(rests, fabsf(rest_of(weights[n][i])));
+    exact[n] = __all_sync(kAllLanes, rests == 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneColumns; i += 2)
+#pragma unroll
+    for (int m = 0; m < T::token_tiles; ++m) {
+      const float a[4] = {x[2 * m][i], x[2 * m + 1][i], x[2 * m][i + 1], x[2 * m + 1][i + 1]};
+      std::uint32_t high[4], low[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        high[j] = of_f32 ? to_tf32(a[j]) : __float_as_uint(a[j]);
+        low[j] = to_tf32(rest_of(a[j]));
+      }
+#pragma unroll
+      for (int n = 0; n < T::expert_tiles; ++n) {
+        const float b0 = weights[n][i], b1 = weights[n][i + 1];
+        if (!exact[n]) mma_tf32(d[m][n], high, to_tf32(rest_of(b0)), to_tf32(rest_of(b1)));
+        if constexpr (of_f32) mma_tf32(d[m][n], low, to_tf32(b0), to_tf32(b1));
+        mma_tf32(d[m][n], high, to_tf32(b0), to_tf32(b1));
+      }
+    }
+}
+
+/// Blocks [i * T::blocks ..), j, a cluster: tile i of experts, tile j of tokens.
+template <class T>
+__global__ void __launch_bounds__(T::threads, 1) multiply_router(const RouterArgs args) {
+  using Hidden = typename T::Hidden;
+  extern __shared__ float slices[];  // of the first block: [slice, tokens, experts]
+  const int first_expert = static_cast<int>(blockIdx.x) / T::blocks * T::experts;
+  const int first_token = static_cast<int>(blockIdx.y) * T::tokens;
+  const int row = lane() / 4, own = lane() % 4 * kLaneColumns;
+  // Rows that are not there are the last one, again.
+  const auto weights = [&](int n) {
+    return args.router +
+           static_cast<std::int64_t>(min(first_expert + 8 * n + row, args.experts - 1)) * args.hidden_size;
+  };
+  const auto hidden = [&](int i) {
+    return static_cast<const Hidden*>(args.hidden) +
+           static_cast<std::int64_t>(min(first_token + 8 * i + row, args.tokens - 1)) * args.hidden_size;
+  };
+  const EvenCut cut((args.hidden_size + kChunkColumns - 1) / kChunkColumns, kSlices);
+  const bool wide =
+      args.hidden_size % kLaneColumns == 0 &&
+      (reinterpret_cast<std::uintptr_t>(args.hidden) | reinterpret_cast<std::uintptr_t>(args.router)) % 16 ==
+          0;
+  const int rank = T::blocks == 1 ? 0 : rank_in_cluster(), first_slice = rank * T::warps + warp();
+  if constexpr (T::blocks > 1) arrive_after_reads_in_cluster();  // this block is there
+  if constexpr (T::ahead > 1)                                    // all of the router at once
+    for (int chunk = cut.begin(first_slice) + lane() % 4; chunk < cut.begin(first_slice + 1); chunk += 4)
+      prefetch_line(weights(0) + chunk * kChunkColumns);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if constexpr (T::blocks > 1) wait_for_reads_in_cluster();
+#pragma unroll 1
+  for (int slice = first_slice; slice < kSlices; slice += T::blocks * T::warps) {
+    float d[T::token_tiles][T::expert_tiles][4] = {};
+    const int end = cut.begin(slice + 1);
+#pragma unroll 1
+    for (int first = cut.begin(slice); first < end; first += T::ahead) {
+      LaneChunk<T> chunks[T::ahead];
+#pragma unroll
+      for (int c = 0; c < T::ahead; ++c) {
+        const int column = (first + c) * kChunkColumns + own;
+        const int there = first + c < end ? args.hidden_size - column : 0;
+#pragma unroll
+        for (int n = 0; n < T::expert_tiles; ++n) chunks[c].weights[n].load(weights(n) + column, there, wide);
+#pragma unroll
+        for (int i = 0; i < 2 * T::token_tiles; ++i) chunks[c].x[i].load(hidden(i) + column, there, wide);
+      }
+#pragma unroll
+      for (int c = 0; c < T::ahead; ++c) multiply_chunk<T>(chunks[c], d);
+    }
+    float* sums = (T::blocks == 1 ? slices : in_block_of_cluster(slices, 0)) +
+                  slice * T::tokens * T::experts + lane() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < T::token_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < T::expert_tiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          *reinterpret_cast<float2*>(sums + (16 * m + 8 * half + row) * T::experts + 8 * n) = {
+              d[m][n][2 * half], d[m][n][2 * half + 1]};
+  }
+  if constexpr (T::blocks > 1)
+    sync_cluster();
+  else
+    __syncthreads();
+  if (rank != 0) return;
+  for (int i = static_cast<int>(threadIdx.x); i < T::tokens * T::experts; i += T::threads) {
+    const int token = first_token + i / T::experts, expert = first_expert + i % T::experts;
+    if (token >= args.tokens || expert >= args.experts) continue;
+    float sum = 0;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) sum += slices[slice * T::tokens * T::experts + i];
+    if (args.bias != nullptr) sum += args.bias[expert];
+    args.logits[static_cast<std::int64_t>(token) * args.experts + expert] = sum;
+  }
+}
+
+template <class T>
+cudaError_t launch_tiles(const RouterArgs& args, cudaStream_t stream) {
+  auto* kernel = multiply_router<T>;
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::bytes);
+      error != cudaSuccess)
+    return error;
+  constexpr int most = 65535 * T::tokens;  // of a grid
+  cudaError_t error = cudaSuccess;
+  for (std::int64_t first = 0; first < args.tokens && error == cudaSuccess; first += most) {
+    RouterArgs part = args;
+    part.tokens = static_cast<std::int32_t>(std::min<std::int64_t>(most, args.tokens - first));
+    part.hidden = static_cast<const typename T::Hidden*>(args.hidden) + first * args.hidden_size;
+    part.logits += first * args.experts;
+    const dim3 blocks(static_cast<unsigned>((args.experts + T::experts - 1) / T::experts * T::blocks),
+                      static_cast<unsigned>((part.tokens + T::tokens - 1) / T::tokens));
+    error = launch_dependent(kernel,
+                             {.blocks = blocks,
+                              .threads = T::threads,
+                              .stream = stream,
+                              .shared_bytes = T::bytes,
+                              .cluster = T::blocks},
+                             part);
+  }
+  return error;
+}
+
+template <class T>
+std::int64_t tiles_of(const RouterArgs& args) {
+  return static_cast<std::int64_t>((args.tokens + T::tokens - 1) / T::tokens) *
+         ((args.experts + T::experts - 1) / T::experts);
+}
+
+/// The largest tiles of which there are enough for all multiprocessors.
+template <class Hidden>
+cudaError_t launch_of(const RouterArgs& args, cudaStream_t stream) {
+  using Few = RouterTile<Hidden, 1, 1, 4, 4, 4>;
+  using Some = RouterTile<Hidden, 2, 2, 4, 4, 2>;
+  using Many = RouterTile<Hidden, 2, 2, 1, 16, 1>;
+  using All = RouterTile<Hidden, 4, 2, 1, 8, 1>;
+  if (tiles_of<All>(args) >= 256) return launch_tiles<All>(args, stream);
+  if (tiles_of<Many>(args) >= 96) return launch_tiles<Many>(args, stream);
+  if (args.tokens > Few::tokens && tiles_of<Some>(args) >= 32) return launch_tiles<Some>(args, stream);
+  return launch_tiles<Few>(args, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_router_logits(const RouterArgs& args, cudaStream_t stream) {
+  if (args.dtype == DType::f32) return launch_of<float>(args, stream);
+  return args.dtype == DType::f16 ? launch_of<__half>(args, stream) : launch_of<__nv_bfloat16>(args, stream);
+}
+
+}  // namespace gatefold::cuda
