@@ -79,7 +79,7 @@ class LayerRun {
     const InputArgs* rounded = rounding.activation.quantized() && !are_codes ? &rounding : nullptr;
     std::int32_t* const progress = b_.progress.at(base_);
     const auto counter = [&](int i) { return kernel.counts ? progress + i : nullptr; };
-    if (should_chain(kernel, kernel, rounded)) {
+    if (should_chain(kernel, rounded)) {
       then("multiply", launch_chain, kernel, first, second, rounded, progress, multiprocessors(), stream_);
     } else {
       then("multiply by gate and up", launch_gemm, kernel, first, counter(0), multiprocessors(), stream_);

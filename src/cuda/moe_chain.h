@@ -61,8 +61,8 @@ struct GemmChain {
   }
 };
 
-/// Whether a layer's multiplies can be one launch, and are faster so. rounding: as below.
-bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding);
+/// Whether a layer's multiplies by this kernel can be one launch, and are faster so. rounding: as below.
+bool should_chain(const GemmKernel& kernel, const InputArgs* rounding);
 /// By a kernel that has one. rounding: nullptr where the second multiply reads 16-bit numbers. progress: 0,
 /// kProgressOfAll + tile_rows / 8 of them.
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,

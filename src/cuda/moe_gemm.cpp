@@ -107,17 +107,17 @@ cudaError_t launch_gemm(const GemmKernel& kernel, const GemmArgs& args, std::int
       parameters);
 }
 
-bool should_chain(const GemmKernel& gate_up, const GemmKernel& down, const InputArgs* rounding) {
-  if (gate_up.chain == nullptr || gate_up.chain != down.chain) return false;
+bool should_chain(const GemmKernel& kernel, const InputArgs* rounding) {
+  if (kernel.chain == nullptr) return false;
   if (rounding == nullptr) return true;
   // A row's largest number is found by what rounds the row, that of all rows by ends of tiles, if they do.
   // Static scales need none.
-  if (gate_up.byte_order == 0 || !(rounds_in_chain(rounding->activation) ||
-                                   rounding->static_scales != nullptr || rounding->amax_is_known))
+  if (kernel.byte_order == 0 || !(rounds_in_chain(rounding->activation) ||
+                                  rounding->static_scales != nullptr || rounding->amax_is_known))
     return false;
-  if (gate_up.chain == gate_up.function) return true;
+  if (kernel.chain == kernel.function) return true;
   // To be as fast as a launch, a piece should have more than one row.
-  return 2 * rounding->stride <= multiplying_warps(gate_up) * columns_of_rounding_warp(rounding->activation);
+  return 2 * rounding->stride <= multiplying_warps(kernel) * columns_of_rounding_warp(rounding->activation);
 }
 
 cudaError_t launch_chain(const GemmKernel& kernel, const GemmArgs& first, const GemmArgs& second,

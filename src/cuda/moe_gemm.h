@@ -65,8 +65,9 @@ enum class GemmKind : std::uint8_t { gate_up, down };
 
 inline constexpr int kMostParts = 16;  ///< of columns: GemmArgs
 
-/// So few slots and experts that every thread block sorts them itself, and no kernel has to.
-inline constexpr int kFewSlots = 256, kFewExperts = 512;
+/// So few slots and experts that every thread block sorts them itself, and no kernel has to: 512, and shared
+/// ones.
+inline constexpr int kFewSlots = 256, kFewExperts = 520;
 
 /// So few tokens that every thread block of gate and up routes them as well, a warp each.
 inline constexpr int kFewTokens = 8;
