@@ -158,8 +158,7 @@ void add_bench(Cli& cli) {
             for (const std::string& name : names) options->from.push_back(froms.at(name));
           },
           "What a call is given: experts' ids, logits to route by, hidden states alone (the layer's own "
-          "router), or "
-          "ids and quantized hidden states (cuda); comma-separated")
+          "router), or ids and quantized hidden states (cuda); comma-separated")
       ->delimiter(',')
       ->check(CLI::IsMember(froms))
       ->type_name("")

@@ -13,23 +13,22 @@
 namespace gatefold::cuda {
 namespace {
 
-/// Columns are cut into as many slices, whose sums are added in their order: logits have the same bits
+/// Columns are cut into so many slices, whose sums are added in their order: logits have the same bits
 /// whatever a block's tile is. A warp takes a slice by itself, 32 columns at a time, eight of a row a lane.
 constexpr int kSlices = 16, kChunkColumns = 32, kLaneColumns = 8;
 
-/// A tile's numbers are multiplied in tf32, of 11 bits: two of them make up the f32 numbers of the router,
-/// and those of hidden states. 16-bit numbers need one, and so do those of routers that had 16 bits.
+/// A tile of logits, and who computes it. Numbers are multiplied in tf32, which has 11 bits: those of f32 as
+/// two. 16-bit hidden states need one, and so do routers that had 16 bits.
 template <class Number, int kTokens16, int kExperts8, int kBlocks, int kWarps, int kAhead>
 struct RouterTile {
   using Hidden = Number;
   static constexpr int token_tiles = kTokens16, expert_tiles = kExperts8;
   static constexpr int tokens = 16 * kTokens16, experts = 8 * kExperts8;
-  static constexpr int blocks = kBlocks,
-                       warps = kWarps;  ///< of a tile, and of a block: they take slices in turn
+  static constexpr int blocks = kBlocks, warps = kWarps;  ///< of a tile; of a block. They take slices in turn
   static constexpr int threads = 32 * warps;
   static constexpr int ahead = kAhead;  ///< chunks that a warp loads before it multiplies
   static constexpr int bytes = kSlices * tokens * experts * 4;
-  static_assert(blocks * warps <= kSlices);
+  static_assert(blocks == 1 || blocks * warps == kSlices);
 };
 
 /// d += a * b: m16n8k8, f32 sums; low bits of operands are ignored. a: rows lane / 4 and + 8 of column
@@ -64,11 +63,15 @@ struct LaneColumns {
   std::uint32_t word[words];
 
   /// `there`: columns that the row still has; the others are 0. `wide`: all of them, or none, and aligned.
+  /// kConstant: no kernel before this one writes them.
+  template <bool kConstant>
   __device__ __forceinline__ void load(const T* row, int there, bool wide) {
     if (wide && there > 0) {
 #pragma unroll
-      for (int i = 0; i < words; i += 4)
-        *reinterpret_cast<uint4*>(word + i) = __ldg(reinterpret_cast<const uint4*>(row) + i / 4);
+      for (int i = 0; i < words; i += 4) {
+        const uint4* from = reinterpret_cast<const uint4*>(row) + i / 4;
+        *reinterpret_cast<uint4*>(word + i) = kConstant ? __ldg(from) : *from;
+      }
       return;
     }
     alignas(16) T numbers[kLaneColumns] = {};
@@ -93,7 +96,7 @@ struct LaneChunk {
   LaneColumns<typename T::Hidden> x[2 * T::token_tiles];
 };
 
-/// Sums of a slice by one warp.
+/// Adds the products of a chunk.
 template <class T>
 __device__ __forceinline__ void multiply_chunk(const LaneChunk<T>& chunk,
                                                float (&d)[T::token_tiles][T::expert_tiles][4]) {
@@ -130,7 +133,7 @@ __device__ __forceinline__ void multiply_chunk(const LaneChunk<T>& chunk,
 
 /// Blocks [i * T::blocks ..), j, a cluster: tile i of experts, tile j of tokens.
 template <class T>
-__global__ void __launch_bounds__(T::threads, 1) multiply_router(const RouterArgs args) {
+__global__ void __launch_bounds__(T::threads, T::blocks > 1 ? 3 : 1) multiply_router(const RouterArgs args) {
   using Hidden = typename T::Hidden;
   extern __shared__ float slices[];  // of the first block: [slice, tokens, experts]
   const int first_expert = static_cast<int>(blockIdx.x) / T::blocks * T::experts;
@@ -152,9 +155,10 @@ __global__ void __launch_bounds__(T::threads, 1) multiply_router(const RouterArg
           0;
   const int rank = T::blocks == 1 ? 0 : rank_in_cluster(), first_slice = rank * T::warps + warp();
   if constexpr (T::blocks > 1) arrive_after_reads_in_cluster();  // this block is there
-  if constexpr (T::ahead > 1)                                    // all of the router at once
-    for (int chunk = cut.begin(first_slice) + lane() % 4; chunk < cut.begin(first_slice + 1); chunk += 4)
-      prefetch_line(weights(0) + chunk * kChunkColumns);
+  if (T::blocks > 1 && blockIdx.y == 0)  // a warp has one slice: all of it at once, for all tokens
+    for (int n = 0; n < T::expert_tiles; ++n)
+      for (int chunk = cut.begin(first_slice) + lane() % 4; chunk < cut.begin(first_slice + 1); chunk += 4)
+        prefetch_line(weights(n) + chunk * kChunkColumns);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if constexpr (T::blocks > 1) wait_for_reads_in_cluster();
@@ -170,9 +174,11 @@ __global__ void __launch_bounds__(T::threads, 1) multiply_router(const RouterArg
         const int column = (first + c) * kChunkColumns + own;
         const int there = first + c < end ? args.hidden_size - column : 0;
 #pragma unroll
-        for (int n = 0; n < T::expert_tiles; ++n) chunks[c].weights[n].load(weights(n) + column, there, wide);
+        for (int n = 0; n < T::expert_tiles; ++n)
+          chunks[c].weights[n].template load<true>(weights(n) + column, there, wide);
 #pragma unroll
-        for (int i = 0; i < 2 * T::token_tiles; ++i) chunks[c].x[i].load(hidden(i) + column, there, wide);
+        for (int i = 0; i < 2 * T::token_tiles; ++i)
+          chunks[c].x[i].template load<false>(hidden(i) + column, there, wide);
       }
 #pragma unroll
       for (int c = 0; c < T::ahead; ++c) multiply_chunk<T>(chunks[c], d);
@@ -207,12 +213,10 @@ __global__ void __launch_bounds__(T::threads, 1) multiply_router(const RouterArg
 template <class T>
 cudaError_t launch_tiles(const RouterArgs& args, cudaStream_t stream) {
   auto* kernel = multiply_router<T>;
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::bytes);
-      error != cudaSuccess)
-    return error;
-  constexpr int most = 65535 * T::tokens;  // of a grid
   cudaError_t error = cudaSuccess;
+  if constexpr (T::bytes > 48 << 10)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::bytes);
+  constexpr int most = 65535 * T::tokens;  // of a grid
   for (std::int64_t first = 0; first < args.tokens && error == cudaSuccess; first += most) {
     RouterArgs part = args;
     part.tokens = static_cast<std::int32_t>(std::min<std::int64_t>(most, args.tokens - first));

@@ -14,6 +14,15 @@ namespace gatefold {
 
 namespace {
 
+/// [n, k], of numbers that come again and again, but not in the same columns.
+std::vector<float> random_matrix(std::int64_t n, std::int64_t k, std::mt19937& random) {
+  std::normal_distribution<float> normal(0, 1.0f / std::sqrt(static_cast<float>(k)));
+  std::vector<float> pattern(4099), w(static_cast<std::size_t>(n * k));
+  for (float& x : pattern) x = normal(random);
+  for (std::size_t i = 0; i < w.size(); ++i) w[i] = pattern[i % pattern.size()];
+  return w;
+}
+
 /// Random weights of one expert: gate, up, down.
 Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
   std::mt19937 random(1);
@@ -21,10 +30,7 @@ Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
   for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
     const bool down = projection == Projection::down;
     const std::int64_t n = down ? spec.hidden : spec.intermediate, k = down ? spec.intermediate : spec.hidden;
-    std::normal_distribution<float> normal(0, 1.0f / std::sqrt(static_cast<float>(k)));
-    std::vector<float> pattern(4099), w(static_cast<std::size_t>(n * k));
-    for (float& x : pattern) x = normal(random);
-    for (std::size_t i = 0; i < w.size(); ++i) w[i] = pattern[i % pattern.size()];
+    const std::vector<float> w = random_matrix(n, k, random);
     Result<QuantizedMatrix> matrix = quantize(spec.scheme, {w.data(), DType::f32, n, k});
     if (!matrix) return matrix.status();
     if (spec.act_dtype == DType::f16 && matrix->scale_format == formats::bf16)
@@ -37,11 +43,8 @@ Result<std::vector<QuantizedMatrix>> random_expert(const MoeSpec& spec) {
 /// A random router of a layer, of bf16 numbers, as in checkpoints.
 std::vector<float> random_router(const MoeSpec& spec, std::size_t layer) {
   std::mt19937 random(static_cast<unsigned>(layer) + 1);
-  std::normal_distribution<float> normal(0, 1.0f / std::sqrt(static_cast<float>(spec.hidden)));
-  std::vector<float> pattern(4099),
-      w(static_cast<std::size_t>(spec.experts) * static_cast<std::size_t>(spec.hidden));
-  for (float& x : pattern) x = decode<formats::bf16>(encode<formats::bf16>(normal(random)));
-  for (std::size_t i = 0; i < w.size(); ++i) w[i] = pattern[i % pattern.size()];
+  std::vector<float> w = random_matrix(spec.experts, spec.hidden, random);
+  for (float& x : w) x = decode<formats::bf16>(encode<formats::bf16>(x));
   return w;
 }
 
