@@ -408,6 +408,9 @@ TEST(MoeSpec, Validate) {
     return spec;
   };
   EXPECT_TRUE(spec().validate().ok());
+  MoeSpec part = spec();
+  part.top_k = 16, part.ep_size = 2;
+  EXPECT_TRUE(part.validate().ok()) << part.validate().message();
   const auto bad = [&](const auto& change, std::initializer_list<std::string_view> parts) {
     MoeSpec changed = spec();
     change(changed);
@@ -420,6 +423,9 @@ TEST(MoeSpec, Validate) {
   bad([](MoeSpec& s) { s.intermediate = 1 << 21; }, {"intermediate 2097152"});
   bad([](MoeSpec& s) { s.top_k = 0; }, {"top_k 0"});
   bad([](MoeSpec& s) { s.top_k = 9; }, {"top_k 9", "8"});
+  bad([](MoeSpec& s) { s.top_k = 17, s.ep_size = 2; }, {"top_k 17", "16"});
+  bad([](MoeSpec& s) { s.ep_size = 0; }, {"ep_size 0"});
+  bad([](MoeSpec& s) { s.ep_size = 1 << 19; }, {"ep_size 524288", "8 experts"});
   bad([](MoeSpec& s) { s.routing.groups = 3; }, {"8 experts", "3 groups"});
   bad([](MoeSpec& s) { s.routing.scaling_factor = nan; }, {"scaling_factor"});
   bad([](MoeSpec& s) { s.routing.epsilon = -1; }, {"epsilon -1"});

@@ -86,6 +86,17 @@ TEST_F(TuningFiles, EntriesOfGpusLieBesideThoseOfCpus) {
   EXPECT_EQ(*both->find(TuningFile::cuda_key(fp8, "a GPU", 9, true)), tuning);
   EXPECT_EQ(*both->find(TuningFile::cuda_key(fp8, "a GPU", 9, false)), CudaTuning());
 
+  // And of parts of expert-parallel layers.
+  MoeSpec part = spec_of(128);
+  part.ep_size = 8;
+  EXPECT_EQ(both->find(TuningFile::cuda_key(part, "a GPU", 9, false)), nullptr);
+  file.set(TuningFile::cuda_key(part, "a GPU", 9, false), {});
+  ASSERT_TRUE(file.write(path()).ok());
+  const Result<TuningFile> parts = TuningFile::read(path());
+  ASSERT_TRUE(parts.ok()) << parts.status().message();
+  EXPECT_EQ(*parts->find(TuningFile::cuda_key(part, "a GPU", 9, false)), CudaTuning());
+  EXPECT_EQ(*parts->find(TuningFile::cuda_key(spec_of(128), "a GPU", 9, false)), tuning);
+
   const std::string begin =
       R"({"gatefold_tuning": 1, "entries": [)"
       R"({"gpu":"x","scheme":"mxfp4","hidden":128,"intermediate":64,"experts":4,"top_k":2,)"
@@ -93,6 +104,8 @@ TEST_F(TuningFiles, EntriesOfGpusLieBesideThoseOfCpus) {
   EXPECT_TRUE(read(begin + R"("body":"warps","token_class":24}]})").ok());
   EXPECT_TRUE(read(begin + R"("body":"warps","fast_accumulation":true,"token_class":24}]})").ok());
   EXPECT_FALSE(read(begin + R"("body":"warps","fast_accumulation":1,"token_class":24}]})").ok());
+  EXPECT_TRUE(read(begin + R"("body":"warps","ep_size":8,"token_class":24}]})").ok());
+  EXPECT_FALSE(read(begin + R"("body":"warps","ep_size":0,"token_class":24}]})").ok());
   for (const char* bad : {R"("body":"warp","token_class":0}]})", R"("body":"warps","token_class":25}]})",
                           R"("token_class":0}]})", R"("body":1,"token_class":0}]})"}) {
     const Status status = read(begin + bad);

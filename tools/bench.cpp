@@ -101,8 +101,9 @@ Status run(const BenchOptions& options, Json* json) {
   std::optional<Table> table;
   if (json == nullptr) {
     const BenchShape& shape = options.shape;
-    fmt::print("{}: hidden {}, width {}, {} experts, {} per token, {} routing\n", shape.name, shape.hidden,
-               shape.intermediate, shape.experts, shape.top_k, name_of(routings, options.routing));
+    fmt::print("{}: hidden {}, width {}, {}{} experts, {} per token, {} routing\n", shape.name, shape.hidden,
+               shape.intermediate, shape.ep_size > 1 ? fmt::format("1/{} of ", shape.ep_size) : "",
+               shape.experts * shape.ep_size, shape.top_k, name_of(routings, options.routing));
     std::vector<Table::Column> heads;
     heads.reserve(shown.size());
     for (const Column& column : shown) heads.push_back(column.head);
@@ -117,6 +118,7 @@ Status run(const BenchOptions& options, Json* json) {
   if (!rows) return rows.status();
   if (json != nullptr) {
     *json = {{"model", options.shape.name},
+             {"ep_size", options.shape.ep_size},
              {"routing", name_of(routings, options.routing)},
              {"rows", Json::array()}};
     for (const BenchRow& row : *rows) (*json)["rows"].push_back(to_json(row));

@@ -11,10 +11,16 @@ std::string preset_names() {
   return names;
 }
 
+/// Whatever was said of `ep_size` stays.
+void set_sizes(BenchShape& shape, BenchShape sizes) {
+  sizes.ep_size = shape.ep_size;
+  shape = std::move(sizes);
+}
+
 std::string choose_preset(const std::string& name, BenchShape& shape) {
   for (const BenchShape& preset : bench_presets())
     if (preset.name == name) {
-      shape = preset;
+      set_sizes(shape, preset);
       return {};
     }
   return fmt::format("{} is none of {}", name, preset_names());
@@ -33,13 +39,19 @@ void add_shape(CLI::App* command, BenchShape& shape_of_layers) {
       ->add_option_function<std::vector<int>>(
           "--shape",
           [chosen](const std::vector<int>& sizes) {
-            *chosen = {"custom", sizes[0], sizes[1], sizes[2], sizes[3]};
+            set_sizes(*chosen, {"custom", sizes[0], sizes[1], sizes[2], sizes[3]});
           },
           "Hidden size, expert width, experts, experts per token")
       ->delimiter(',')
       ->expected(4)
       ->check(CLI::PositiveNumber)
       ->type_name("H,I,E,K");
+  command
+      ->add_option("--ep-size", shape_of_layers.ep_size,
+                   "Layers have one of so many parts of the experts, and tokens choose of all (cuda)")
+      ->check(CLI::Range(1, 1 << 12))
+      ->type_name("N")
+      ->default_str("1");
 }
 
 }  // namespace gatefold::cli

@@ -22,7 +22,7 @@ std::string name_of(const std::map<std::string, Value>& names, Value value) {
   return {};
 }
 
-/// --model and --shape. `shape` must live as long as the command.
+/// --model, --shape and --ep-size. `shape` must live as long as the command.
 void add_shape(CLI::App* command, BenchShape& shape);
 
 /// Those, --scheme, --tokens, --routing, --seconds, --weight-bytes, of BenchOptions or TuneOptions.

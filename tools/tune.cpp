@@ -61,6 +61,7 @@ Status run(const TuneOptions& options, Json* json) {
   if (!rows) return rows.status();
   if (json != nullptr) {
     *json = {{"model", options.shape.name},
+             {"ep_size", options.shape.ep_size},
              {"routing", name_of(routings, options.routing)},
              {"rows", Json::array()}};
     for (const TuneRow& row : *rows) (*json)["rows"].push_back(to_json(row));

@@ -18,9 +18,11 @@ namespace gatefold {
 struct BenchShape {
   std::string name;
   int hidden = 0, intermediate = 0, experts = 0, top_k = 0;
+  int ep_size = 1;  ///< MoeSpec
 };
 
-/// The layers of published models. deepseek-v3 and deepseek-v4-pro: the experts of one of 8 ranks.
+/// The layers of published models. deepseek-v3 and deepseek-v4-pro: the experts of one of 8 ranks, and tokens
+/// that choose only these.
 std::span<const BenchShape> bench_presets();
 
 /// uniform: every expert is as likely. skew: the expert of rank r as 1 / (r + 1), ranks drawn for each call.
@@ -60,7 +62,7 @@ struct BenchRow {
   double us_launched = 0;          ///< GPU: launched one by one; median
   std::uint64_t weight_bytes = 0;  ///< packed bytes, scales included, of the experts that a call hits (mean)
   double gb_per_s = 0;             ///< weight_bytes / time, median
-  double gflop_per_s = 0;          ///< 6 * tokens * (top_k + shared) * hidden * intermediate / time
+  double gflop_per_s = 0;          ///< 6 * tokens * (top_k / ep_size + shared) * hidden * intermediate / time
   /// Plain reading by the same threads, or on the same GPU (the same bytes), between the runs.
   double read_gb_per_s = 0;
   double read_ratio = 0;  ///< gb_per_s / read_gb_per_s

@@ -102,7 +102,8 @@ struct PlanOptions {
   int threads = 0;  ///< 0: OpenMP's default at creation
   Precision precision = Precision::native;
   bool weights_only = false;  ///< leave activations unquantized in schemes that quantize them
-  /// Canaries around every buffer, poison before each run, checks after; on a GPU ids are checked too.
+  /// Canaries around every buffer, poison before each run, checks after; on a GPU ids are checked too, unless
+  /// MoeSpec::ep_size is above 1.
   bool debug_workspace = false;
   std::optional<CpuTuning> tuning = {};  ///< none: what tune() found for this shape, else defaults
   /// For all token counts; none: what tune() found for this shape and count, else what is predicted to be

@@ -54,6 +54,10 @@ struct MoeSpec {
   SchemeId scheme = SchemeId::bf16;  ///< of the routed experts
   int experts = 0;
   int top_k = 0;
+  /// Of how many equal parts of an expert-parallel layer these are the experts. Above 1, calls give ids, of
+  /// which those of this part are 0..experts-1 and those of others anything outside, such as -1: their slots
+  /// add nothing. On GPUs only.
+  int ep_size = 1;
   int hidden = 0;        ///< H
   int intermediate = 0;  ///< I, of one routed expert
   Activation activation;
@@ -64,7 +68,8 @@ struct MoeSpec {
   ScaleRule activation_rule = ScaleRule::standard;  ///< of quantized activations; other ones on CPUs only
   DType act_dtype = DType::bf16;                    ///< the model's 16-bit type: bf16 or f16
 
-  /// Errors: a size <= 0, top_k > experts, groups that do not divide, K that the scheme cannot store, ...
+  /// Errors: a size <= 0, top_k > experts * ep_size, groups that do not divide, K that the scheme cannot
+  /// store, ...
   Status validate() const;
 };
 

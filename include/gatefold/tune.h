@@ -5,11 +5,11 @@
 ///
 /// The file is JSON: GATEFOLD_TUNING, else $XDG_CACHE_HOME/gatefold/tuning.json, else
 /// ~/.cache/gatefold/tuning.json. Its entries are for one CPU model, number of threads, scheme, layer shape
-/// and class of token counts (1-2, 3-16, more), or for one GPU model, scheme, layer shape and class (1, 2,
-/// 3-4, 5-8, 9-16, ..), and of fp8 activations for both ways to add up (PlanOptions::fast_accumulation),
-/// whatever the routing was: the last measurement counts. A process reads it once, when
-/// it makes its first plan. Results on a CPU do not depend on it; on a GPU they do, by the rounding of f32
-/// sums.
+/// and class of token counts (1-2, 3-16, more), or for one GPU model, scheme, layer shape (with its ep_size)
+/// and class (1, 2, 3-4, 5-8, 9-16, ..), and of fp8 activations for both ways to add up
+/// (PlanOptions::fast_accumulation), whatever the routing was: the last measurement counts. A process reads
+/// it once, when it makes its first plan. Results on a CPU do not depend on it; on a GPU they do, by the
+/// rounding of f32 sums.
 
 #include <functional>
 #include <string>

@@ -139,7 +139,7 @@ class Experts(torch.nn.Module):
 
     @classmethod
     def quantize(cls, gate_up, down, scheme, *, top_k, activation=None, gate_up_bias=None, down_bias=None,
-                 act_dtype=None, interleaved=False, transposed=False, scale_search=False, **options):
+                 act_dtype=None, ep_size=1, interleaved=False, transposed=False, scale_search=False, **options):
         """From gate_up [experts, 2 * intermediate, hidden] and down [experts, hidden, intermediate]; the arguments are
         those of gatefold.pack. Reads one matrix at a time."""
         gate_up, down = gate_up.detach(), down.detach()
@@ -152,7 +152,7 @@ class Experts(torch.nn.Module):
         if act_dtype is None:
             act_dtype = "f16" if gate_up.dtype == torch.float16 else "bf16"
         spec = _core.MoeSpec(scheme, experts=experts, top_k=top_k, hidden=hidden, intermediate=rows // 2,
-                             activation=activation or _core.Activation(), act_dtype=act_dtype,
+                             activation=activation or _core.Activation(), act_dtype=act_dtype, ep_size=ep_size,
                              bias=gate_up_bias is not None or down_bias is not None)
         self = cls(spec, **options)
         if gate_up_bias is not None:

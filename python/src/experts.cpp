@@ -122,7 +122,7 @@ those of gate, then those of up; interleaved: gate 0, up 0, gate 1, ... transpos
 intermediate] and [experts, intermediate, hidden], as gpt-oss has them. Biases likewise: gate_up_bias
 [experts, 2 * intermediate], down_bias [experts, hidden].
 
-The router [experts, hidden] is needed by plans that are run on hidden states alone. act_dtype: the model's 16-bit
+ep_size: MoeSpec. The router [experts, hidden] is needed by plans that are run on hidden states alone. act_dtype: the model's 16-bit
 type, 'bf16' or 'f16'; None: f16 if gate_up is, else bf16. precision, weights_only, batch_invariant and
 fast_accumulation: as for the plans that will run it (MoePlan.create); operators run it so.
 
@@ -130,7 +130,7 @@ Raises InvalidArgument for shapes, types or values (NaN, Inf) that cannot be pac
 the layer, IoError if there is not enough memory.)";
 
 std::shared_ptr<Layer> pack(nb::object gate_up_object, nb::object down_object, const std::string& scheme,
-                            int top_k, const Activation& activation, const Routing& routing,
+                            int top_k, int ep_size, const Activation& activation, const Routing& routing,
                             VectorArguments vectors, const std::optional<std::string>& act_dtype,
                             PackOptions pack_options, bool interleaved, bool transposed, bool scale_search) {
   const Tensor gate_up(gate_up_object, "gate_up"), down(down_object, "down");
@@ -139,6 +139,7 @@ std::shared_ptr<Layer> pack(nb::object gate_up_object, nb::object down_object, c
   spec.scheme = to_scheme(scheme);
   stacks.sizes(spec);
   spec.top_k = top_k;
+  spec.ep_size = ep_size;
   spec.activation = activation;
   spec.routing = routing;
   spec.act_dtype = act_dtype                       ? to_act_dtype(*act_dtype)
@@ -253,23 +254,23 @@ void add_weights(nb::module_& m) {
 
   m.def(
       "pack",
-      [](nb::object gate_up, nb::object down, const std::string& scheme, int top_k,
+      [](nb::object gate_up, nb::object down, const std::string& scheme, int top_k, int ep_size,
          const Activation& activation, const Routing& routing, nb::object router, nb::object router_bias,
          nb::object correction_bias, nb::object gate_up_bias, nb::object down_bias,
          std::optional<std::string> act_dtype, const std::string& device, const std::string& precision,
          bool weights_only, bool batch_invariant, bool fast_accumulation, bool interleaved, bool transposed,
          bool scale_search) {
-        return pack(gate_up, down, scheme, top_k, activation, routing,
+        return pack(gate_up, down, scheme, top_k, ep_size, activation, routing,
                     {router, router_bias, correction_bias, gate_up_bias, down_bias}, act_dtype,
                     {device, precision, weights_only, batch_invariant, fast_accumulation}, interleaved,
                     transposed, scale_search);
       },
-      "gate_up"_a, "down"_a, "scheme"_a, nb::kw_only(), "top_k"_a, "activation"_a = Activation{},
-      "routing"_a = Routing{}, "router"_a = nb::none(), "router_bias"_a = nb::none(),
-      "correction_bias"_a = nb::none(), "gate_up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
-      "act_dtype"_a = nb::none(), "device"_a = "cpu", "precision"_a = "native", "weights_only"_a = false,
-      "batch_invariant"_a = false, "fast_accumulation"_a = false, "interleaved"_a = false,
-      "transposed"_a = false, "scale_search"_a = false, pack_doc);
+      "gate_up"_a, "down"_a, "scheme"_a, nb::kw_only(), "top_k"_a, "ep_size"_a = 1,
+      "activation"_a = Activation{}, "routing"_a = Routing{}, "router"_a = nb::none(),
+      "router_bias"_a = nb::none(), "correction_bias"_a = nb::none(), "gate_up_bias"_a = nb::none(),
+      "down_bias"_a = nb::none(), "act_dtype"_a = nb::none(), "device"_a = "cpu", "precision"_a = "native",
+      "weights_only"_a = false, "batch_invariant"_a = false, "fast_accumulation"_a = false,
+      "interleaved"_a = false, "transposed"_a = false, "scale_search"_a = false, pack_doc);
 
   m.def(
       "load_experts",

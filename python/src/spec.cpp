@@ -93,11 +93,13 @@ void add_spec(nb::module_& m) {
       .def(
           "__init__",
           [](MoeSpec* self, const std::string& scheme, int experts, int top_k, int hidden, int intermediate,
-             const Activation& activation, const Routing& routing, bool bias, const std::string& act_dtype) {
+             const Activation& activation, const Routing& routing, bool bias, const std::string& act_dtype,
+             int ep_size) {
             MoeSpec spec;
             spec.scheme = to_scheme(scheme);
             spec.experts = experts;
             spec.top_k = top_k;
+            spec.ep_size = ep_size;
             spec.hidden = hidden;
             spec.intermediate = intermediate;
             spec.activation = activation;
@@ -109,12 +111,14 @@ void add_spec(nb::module_& m) {
           },
           "scheme"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "intermediate"_a,
           "activation"_a = Activation{}, "routing"_a = Routing{}, "bias"_a = false, "act_dtype"_a = "bf16",
-          "Sizes are those of one routed expert. Raises InvalidArgument for a size <= 0, top_k > experts, or "
-          "a "
-          "contraction that the scheme cannot store.")
+          "ep_size"_a = 1,
+          R"(Sizes are those of one routed expert. ep_size, on a GPU: of how many equal parts of an expert-parallel layer
+these are the experts; calls give topk_ids, in which other parts' experts are outside 0..experts-1 (-1), and add nothing.
+Raises InvalidArgument for a size <= 0, top_k > experts * ep_size, or a contraction that the scheme cannot store.)")
       .def_prop_ro("scheme", [](const MoeSpec& s) { return std::string(scheme(s.scheme).name); })
       .def_ro("experts", &MoeSpec::experts)
       .def_ro("top_k", &MoeSpec::top_k)
+      .def_ro("ep_size", &MoeSpec::ep_size)
       .def_ro("hidden", &MoeSpec::hidden)
       .def_ro("intermediate", &MoeSpec::intermediate)
       .def_ro("activation", &MoeSpec::activation)

@@ -100,10 +100,12 @@ struct Loads {
 /// --routing skew.
 std::vector<Loads> loads(const GemmWork& work, int tokens) {
   constexpr double skewed_part = 0.1;
-  if (work.top_k >= work.experts) return {{1, {{static_cast<double>(work.experts), tokens}}}};
-  const int experts = work.experts - work.shared, top_k = work.top_k - work.shared;
+  if (work.top_k >= work.experts * work.ep_size) return {{1, {{static_cast<double>(work.experts), tokens}}}};
+  // Of all parts: this one has as many of each likelihood as the others.
+  const double here = 1.0 / work.ep_size;
+  const int experts = (work.experts - work.shared) * work.ep_size, top_k = work.top_k - work.shared;
   Loads equal{1 - skewed_part, {}}, skewed{skewed_part, {}};
-  add_loads(experts, static_cast<double>(top_k) / experts, tokens, 48, equal.all);
+  add_loads(here * experts, static_cast<double>(top_k) / experts, tokens, 48, equal.all);
   // A token draws those of clocks at rates 1 / (r + 1) that run down first: about those that have run down at
   // the time when top_k have, in the mean. A half of an octave of ranks is taken for alike.
   struct Alike {
@@ -127,7 +129,7 @@ std::vector<Loads> loads(const GemmWork& work, int tokens) {
     (chosen(middle) < top_k ? low : high) = middle;
   }
   for (const Alike& some : ranks)
-    add_loads(some.experts, std::min(chance(some.rate, low), 1 - 1e-9), tokens, 12, skewed.all);
+    add_loads(here * some.experts, std::min(chance(some.rate, low), 1 - 1e-9), tokens, 12, skewed.all);
   if (work.shared > 0)
     for (Loads* loads : {&equal, &skewed}) loads->all.push_back({static_cast<double>(work.shared), tokens});
   return {equal, skewed};
@@ -177,7 +179,7 @@ int parts_of_down(const GemmWork& work, const PackedShape& shape, const GemmKern
   if (!kernel.tiled || kernel.tokens > kFewTokensOfTile || shape.records % 2 != 0 ||
       shape.records / 2 < least_steps)
     return 1;
-  const std::int64_t slots = std::int64_t{tokens} * work.top_k,
+  const std::int64_t slots = (std::int64_t{tokens} * work.top_k + work.ep_size - 1) / work.ep_size,
                      experts = std::min<std::int64_t>(work.experts, slots),
                      mean = (slots + experts - 1) / experts,
                      items = (mean + kernel.tokens - 1) / kernel.tokens * experts;

@@ -23,10 +23,10 @@ struct GemmMatrices {
 struct GemmWork {
   SchemeId scheme = SchemeId::bf16;
   InputKind input = InputKind::bf16;
-  InputKind bytes = InputKind::bf16;  ///< where codes are multiplied as such: else as `input`
-  bool rounds = false;                ///< rows are rounded before each multiply
-  bool fast_accumulation = false;     ///< InputKind::e4m3_fast instead of e4m3, where there are kernels
-  int experts = 1, top_k = 1;
+  InputKind bytes = InputKind::bf16;        ///< where codes are multiplied as such: else as `input`
+  bool rounds = false;                      ///< rows are rounded before each multiply
+  bool fast_accumulation = false;           ///< InputKind::e4m3_fast instead of e4m3, where there are kernels
+  int experts = 1, top_k = 1, ep_size = 1;  ///< MoeSpec
   int shared = 0;  ///< of the experts, and of a token's choices: those that all tokens choose
   std::vector<GemmMatrices> multiplies;
   bool in_parts = false;  ///< columns of the last matrix may be cut into parts (GemmArgs)

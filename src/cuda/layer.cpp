@@ -414,6 +414,7 @@ Result<std::shared_ptr<const KernelPlan>> prepare_layer(const MoeSpec& spec, con
   const MoeSpec& all = buffers.spec;
   GemmWork of_routed = work(all.scheme, all.intermediate, all.experts, all.top_k);
   of_routed.shared = all.experts - spec.experts;
+  of_routed.ep_size = spec.ep_size;
   of_routed.in_parts = !options.batch_invariant;
   auto routed = GemmTable::create(of_routed, *info, choose);
   if (!routed) return routed.status();

@@ -6,7 +6,7 @@ namespace gatefold::cuda {
 
 Status route(const RouteArgs& args, Stream stream) {
   if (args.experts < 1 || args.experts > kMostExperts || args.top_k < 1 || args.top_k > kMostTopK ||
-      args.top_k > args.experts)
+      (args.given_ids == nullptr && args.top_k > args.experts))
     return {Code::unsupported,
             fmt::format("routing to {} of {} experts: the CUDA backend routes to at most {} of {}",
                         args.top_k, args.experts, kMostTopK, kMostExperts)};

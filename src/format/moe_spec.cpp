@@ -66,7 +66,10 @@ Status MoeSpec::validate() const {
         fmt::format("shared expert: intermediate {} is not in [0, {}]", shared.intermediate, limit));
   if (act_dtype != DType::bf16 && act_dtype != DType::f16)
     return invalid(fmt::format("act_dtype {} is neither BF16 nor F16", name(act_dtype)));
-  if (Status status = check_routing(routing, experts, top_k); !status.ok()) return status;
+  if (!in_range(ep_size) || std::int64_t{experts} * ep_size > limit)
+    return invalid(fmt::format("ep_size {} of {} experts: both and their product must be in [1, {}]", ep_size,
+                               experts, limit));
+  if (Status status = check_routing(routing, experts * ep_size, top_k); !status.ok()) return status;
   if (Status status = check_activation(activation); !status.ok()) return status;
   if (Status status = check_matrices("experts", scheme, intermediate, hidden); !status.ok()) return status;
   if (shared.intermediate == 0) return {};

@@ -138,6 +138,8 @@ std::string refuses_from(const BenchOptions& options) {
   };
   if (are_from(BenchFrom::hidden) && options.routing != BenchRouting::uniform)
     return "calls from hidden states alone are routed by the layer, uniformly";
+  if (options.shape.ep_size > 1 && (are_from(BenchFrom::hidden) || are_from(BenchFrom::logits)))
+    return "a part of the experts is not routed to: calls have ids";
   if (!are_from(BenchFrom::codes)) return {};
   if (options.device.kind == Device::Kind::cpu) return "calls from codes are for GPUs only";
   for (const SchemeId id : options.schemes)

@@ -76,6 +76,7 @@ Status GpuCalls::run(const MoePlan& plan, std::size_t call, std::int32_t* topk_i
 
 Status GpuCalls::read(cuda::Stream stream) const {
   for (std::size_t i = 0; i < count(); ++i) {
+    if (routings_[i].distinct.empty()) continue;
     const auto& routed = layer(i).state().routed;
     const auto bytes = static_cast<std::int64_t>(layer(i).packed_expert_bytes());
     cuda::ReadArgs args{.base = routed[0].gate.data,
@@ -91,6 +92,7 @@ Status GpuCalls::read(cuda::Stream stream) const {
 GpuCalls::Routed::Routed(std::vector<std::int32_t> of_slots) : ids(std::move(of_slots)), distinct(ids) {
   std::sort(distinct.begin(), distinct.end());
   distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
+  if (!distinct.empty() && distinct.front() < 0) distinct.erase(distinct.begin());
 }
 
 void GpuCalls::add(BenchRouting routing) {

@@ -25,7 +25,7 @@ class GpuCalls {
  private:
   struct Routed {
     explicit Routed(std::vector<std::int32_t> of_slots);
-    std::vector<std::int32_t> ids, distinct;
+    std::vector<std::int32_t> ids, distinct;  ///< distinct: experts of this layer
   };
 
   GpuCalls(const SyntheticLayers& layers, int tokens, BenchFrom from)

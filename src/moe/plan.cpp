@@ -41,6 +41,12 @@ std::string gpu_refuses(const MoeSpec& spec) {
     return "activation scales by another software's rule are for CPUs only";
   return {};
 }
+/// And of a CPU.
+std::string cpu_refuses(const MoeSpec& spec) {
+  if (spec.ep_size > 1)
+    return fmt::format("experts of one of {} parts of a layer are for GPUs only", spec.ep_size);
+  return {};
+}
 
 }  // namespace
 
@@ -49,7 +55,7 @@ const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
   const KernelInfo* chosen = nullptr;
   for (const KernelInfo& kernel : device.kind == Device::Kind::cpu ? cpu_kernels() : cuda_kernels()) {
     if (kernel.scheme != spec.scheme) continue;
-    std::string why = device.kind == Device::Kind::cuda ? gpu_refuses(spec) : "";
+    std::string why = device.kind == Device::Kind::cuda ? gpu_refuses(spec) : cpu_refuses(spec);
     if (why.empty()) why = kernel.refuses(spec, options, device);
     if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
       why = fmt::format("the caller asks for '{}'", options.kernel);
@@ -195,6 +201,11 @@ Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertW
     return fail("topk_ids and topk_weights go together: one of them is missing");
   if (in.topk_ids != nullptr && in.router_logits != nullptr)
     return fail("both topk_ids and router_logits are given");
+  if (in.topk_ids == nullptr && spec.ep_size > 1)
+    return fail(
+        fmt::format("the layer has one of {} parts of the experts, and cannot route to others: give "
+                    "topk_ids and topk_weights",
+                    spec.ep_size));
   if (in.topk_ids == nullptr && in.router_logits == nullptr && weights.vectors.router.empty())
     return fail("the weights hold no router: give router_logits, or topk_ids and topk_weights");
   if (in.topk_ids != nullptr && weights.device.kind == Device::Kind::cpu)
@@ -252,7 +263,7 @@ Status MoePlan::run(const ExpertWeights& weights, const MoeInputs& inputs, const
 
   std::optional<cuda::DeviceGuard> guard;
   if (plan.device.kind == Device::Kind::cuda) guard.emplace(plan.device.index);
-  if (inputs.topk_ids != nullptr && plan.device.kind == Device::Kind::cuda)
+  if (inputs.topk_ids != nullptr && plan.spec.ep_size == 1 && plan.device.kind == Device::Kind::cuda)
     if (Status status = check_device_ids(plan.spec, inputs, stream); !status.ok()) return status;
   return DebugWorkspace(plan.layout, base, plan.device, stream).run(plan.kernel->name, launch);
 }
@@ -292,10 +303,10 @@ std::string MoePlan::describe() const {
   const Scheme& row = scheme(spec.scheme);
   const Operand activation = effective_activation(spec.scheme, spec, plan.options);
   std::string text = fmt::format(
-      "{}: {} experts, top {}, hidden {}, intermediate {}; weights {}; activations {}; up to {} tokens on "
+      "{}: {}{} experts, top {}, hidden {}, intermediate {}; weights {}; activations {}; up to {} tokens on "
       "{}\n",
-      row.name, spec.experts, spec.top_k, spec.hidden, spec.intermediate,
-      gatefold::describe(row.weight, true),
+      row.name, spec.ep_size > 1 ? fmt::format("1/{} of ", spec.ep_size) : "", spec.experts * spec.ep_size,
+      spec.top_k, spec.hidden, spec.intermediate, gatefold::describe(row.weight, true),
       activation.value.stored() ? gatefold::describe(activation, false) : "f32", plan.options.max_tokens,
       plan.device.kind == Device::Kind::cpu ? fmt::format("{} threads", plan.options.threads)
                                             : fmt::format("GPU {}", plan.device.index));

@@ -65,7 +65,8 @@ std::size_t distinct(std::vector<std::int32_t> ids) {
 void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& random,
                     std::vector<std::int32_t>& ids) {
   const auto top_k = static_cast<std::size_t>(spec.top_k);
-  std::vector<std::int32_t> experts(static_cast<std::size_t>(spec.experts));
+  std::vector<std::int32_t> experts(static_cast<std::size_t>(spec.experts) *
+                                    static_cast<std::size_t>(spec.ep_size));
   std::iota(experts.begin(), experts.end(), 0);
   const auto draw_first = [&](std::size_t count) {  // of `experts`, uniformly
     for (std::size_t i = 0; i < count; ++i)
@@ -92,6 +93,8 @@ void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& ran
     if (routing == BenchRouting::uniform) draw_first(top_k);
     std::copy_n(experts.begin(), top_k, ids.begin() + static_cast<std::ptrdiff_t>(token));
   }
+  for (std::int32_t& id : ids)
+    if (id >= spec.experts) id = -1;
 }
 
 std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
@@ -107,7 +110,8 @@ std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
 }
 
 double flop(const MoeSpec& spec, int tokens) {
-  const double width = static_cast<double>(spec.top_k) * spec.intermediate + spec.shared.intermediate;
+  const double width =
+      static_cast<double>(spec.top_k) / spec.ep_size * spec.intermediate + spec.shared.intermediate;
   return 6.0 * tokens * spec.hidden * width;
 }
 
@@ -132,6 +136,7 @@ Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeI
   spec.intermediate = shape.intermediate;
   spec.experts = shape.experts;
   spec.top_k = shape.top_k;
+  spec.ep_size = shape.ep_size;
   spec.act_dtype = dtype;
   if (shared_expert) spec.shared = {.intermediate = shape.intermediate, .scheme = id};
   if (Status status = spec.validate(); !status.ok())

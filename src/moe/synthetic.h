@@ -9,14 +9,14 @@
 
 namespace gatefold {
 
-/// top_k different experts for every token of ids [T, top_k].
+/// top_k different experts for every token of ids [T, top_k]; -1: of another part (MoeSpec::ep_size).
 void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& random,
                     std::vector<std::int32_t>& ids);
 /// Logits [T, E] whose top_k largest are those of ids, in their order; the others are random.
 std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
                                  const std::vector<std::int32_t>& ids);
 
-/// Multiplies and adds of a call.
+/// Multiplies and adds of a call, in the mean.
 double flop(const MoeSpec& spec, int tokens);
 /// Sets us_read, us_multiply and us_floor of a row from the rates.
 void set_floor(BenchRow& row, const MoeSpec& spec);

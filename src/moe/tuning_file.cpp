@@ -57,11 +57,13 @@ bool parse_entry(const json& entry, TuningFile::Key& key, CpuTuning& tuning) {
 }
 
 bool parse_entry(const json& entry, TuningFile::CudaKey& key, CudaTuning& tuning) {
-  auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens, fast] = key;
+  auto& [gpu, scheme, hidden, intermediate, experts, top_k, ep_size, tokens, fast] = key;
   std::string body;
   const auto with_fast = entry.find("fast_accumulation");  // none: false
   if (with_fast != entry.end() && !with_fast->is_boolean()) return false;
   fast = with_fast != entry.end() && with_fast->get<bool>();
+  ep_size = 1;
+  if (entry.contains("ep_size") && !get(entry, "ep_size", 1, most, ep_size)) return false;
   if (!get(entry, "gpu", gpu) || !get(entry, "scheme", scheme) || !get(entry, "hidden", 1, most, hidden) ||
       !get(entry, "intermediate", 1, most, intermediate) || !get(entry, "experts", 1, most, experts) ||
       !get(entry, "top_k", 1, most, top_k) || !get(entry, "token_class", 0, kCudaTokenClasses - 1, tokens) ||
@@ -84,10 +86,12 @@ TuningFile::Key TuningFile::key(const MoeSpec& spec, int threads, int token_clas
 }
 TuningFile::CudaKey TuningFile::cuda_key(const MoeSpec& spec, const std::string& gpu, int token_class,
                                          bool fast_accumulation) {
+  const bool fast = fast_accumulation && scheme(spec.scheme).activation.value == formats::e4m3;
   return {gpu,          std::string(scheme(spec.scheme).name),
           spec.hidden,  spec.intermediate,
           spec.experts, spec.top_k,
-          token_class,  fast_accumulation && scheme(spec.scheme).activation.value == formats::e4m3};
+          spec.ep_size, token_class,
+          fast};
 }
 
 Result<TuningFile> TuningFile::read(const std::filesystem::path& path) {
@@ -137,7 +141,7 @@ Status TuningFile::write(const std::filesystem::path& path) const {
                        {"serial_tokens", tuning.serial_tokens}});
   }
   for (const auto& [key, tuning] : cuda_entries_) {
-    const auto& [gpu, scheme, hidden, intermediate, experts, top_k, tokens, fast] = key;
+    const auto& [gpu, scheme, hidden, intermediate, experts, top_k, ep_size, tokens, fast] = key;
     entries.push_back({{"gpu", gpu},
                        {"scheme", scheme},
                        {"hidden", hidden},
@@ -147,6 +151,7 @@ Status TuningFile::write(const std::filesystem::path& path) const {
                        {"token_class", tokens},
                        {"body", name(tuning.body)},
                        {"tile_tokens", tuning.tile_tokens}});
+    if (ep_size > 1) entries.back()["ep_size"] = ep_size;
     if (fast) entries.back()["fast_accumulation"] = true;
   }
   std::error_code error;

@@ -22,9 +22,9 @@ class TuningFile {
   /// cpu, scheme; threads, hidden, intermediate, experts, top_k, token class.
   using Key = std::tuple<std::string, std::string, int, int, int, int, int, int>;
   static Key key(const MoeSpec& spec, int threads, int token_class);
-  /// gpu, scheme; hidden, intermediate, experts, top_k, token class (cuda_token_class); whether fp8 is added
-  /// up by PlanOptions::fast_accumulation.
-  using CudaKey = std::tuple<std::string, std::string, int, int, int, int, int, bool>;
+  /// gpu, scheme; hidden, intermediate, experts, top_k, ep_size, token class (cuda_token_class); whether fp8
+  /// is added up by PlanOptions::fast_accumulation.
+  using CudaKey = std::tuple<std::string, std::string, int, int, int, int, int, int, bool>;
   static CudaKey cuda_key(const MoeSpec& spec, const std::string& gpu, int token_class,
                           bool fast_accumulation);
 
