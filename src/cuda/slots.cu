@@ -131,12 +131,13 @@ __device__ __forceinline__ void store_sums(const MutableMatrixView& out, std::in
   }
 }
 
-/// Block (i, t): a piece of token t. All loads of eight slots, or parts of them, are begun before the first
-/// is used, and before them all that say where they lie.
+/// Block (i, t): a piece of token t. A lane knows where the slot of its number lies; of those that are there,
+/// loads of some, or of parts of them, are begun before the first is used.
 template <class Slot, int kParts>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineArgs args) {
-  constexpr int ahead = 8, each = Piece<Slot>::count;
+  constexpr int each = Piece<Slot>::count, ahead = 32 / each / kParts;
   const bool wide = args.hidden % each == 0 && reinterpret_cast<std::uintptr_t>(args.slots) % 16 == 0;
+  const std::int64_t part = static_cast<std::int64_t>(args.tokens) * args.top_k * args.hidden;
   bool waited = false;
   const auto wait = [&] {
     if (!waited) wait_for_previous_kernel(), let_next_kernel_start();
@@ -146,37 +147,41 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
   for (int token = blockIdx.y; token < args.tokens; token += gridDim.y) {
     const float share = args.shared == nullptr ? 0.0f : shared_weight(args.shared_gate, args.x, token);
     const int h = (blockIdx.x * kCombineThreads + threadIdx.x) * each;
-    const int count = min(each, args.hidden - h);
-    if (count <= 0) continue;
+    const int count = min(each, args.hidden - h), lane = static_cast<int>(threadIdx.x) % 32;
+    std::int32_t row = token * args.top_k + min(lane, args.top_k - 1);
+    const float weight = args.weights[row];
+    unsigned there = __ballot_sync(
+        ~0u, lane < args.top_k && static_cast<unsigned>(args.ids[row]) < static_cast<unsigned>(args.experts));
+    if (args.positions != nullptr) row = args.positions[row];
     float sums[each] = {};
-#pragma unroll 1
-    for (int first = 0; first < args.top_k * kParts; first += ahead) {
-      std::int64_t rows[ahead];
+    while (there != 0) {
+      const Slot* rows[ahead];
       float weights[ahead];
-      bool there[ahead];
 #pragma unroll
       for (int k = 0; k < ahead; ++k) {
-        const int of_token = (first + k) / kParts;
-        const std::int64_t slot =
-            static_cast<std::int64_t>(token) * args.top_k + min(of_token, args.top_k - 1);
-        rows[k] = args.positions == nullptr ? slot : max(args.positions[slot], 0);
-        if (k % kParts != 0) rows[k] += static_cast<std::int64_t>(args.tokens) * args.top_k;  // of its part
-        weights[k] = args.weights[slot];
-        there[k] = of_token < args.top_k &&
-                   static_cast<unsigned>(args.ids[slot]) < static_cast<unsigned>(args.experts);
+        const int slot = there == 0 ? 0 : __ffs(there) - 1;
+        weights[k] = there == 0 ? 0.0f : __shfl_sync(~0u, weight, slot);
+        rows[k] = there == 0 ? nullptr
+                             : static_cast<const Slot*>(args.slots) +
+                                   static_cast<std::int64_t>(__shfl_sync(~0u, row, slot)) * args.hidden + h;
+        there &= there - 1;
       }
       wait();  // The slots are new. Where they lie is older than the kernel before, which waited, too.
-      Piece<Slot> x[ahead];
+      Piece<Slot> x[ahead][kParts];
 #pragma unroll
       for (int k = 0; k < ahead; ++k)
-        x[k].load(static_cast<const Slot*>(args.slots) + rows[k] * args.hidden + h, count, wide);
 #pragma unroll
-      for (int k = 0; k < ahead; ++k) {
-        if (!there[k]) continue;
+        for (int p = 0; p < kParts; ++p)
+          if (rows[k] != nullptr && count > 0) x[k][p].load(rows[k] + p * part, count, wide);
 #pragma unroll
-        for (int i = 0; i < each; ++i) sums[i] = fmaf(weights[k], x[k][i], sums[i]);
-      }
+      for (int k = 0; k < ahead; ++k)
+#pragma unroll
+        for (int p = 0; p < kParts; ++p)
+#pragma unroll
+          for (int i = 0; i < each; ++i) sums[i] = fmaf(weights[k], x[k][p][i], sums[i]);
     }
+    wait();
+    if (count <= 0) continue;
     const std::int64_t at = static_cast<std::int64_t>(token) * args.hidden + h;
     if (args.shared != nullptr)
 #pragma unroll
