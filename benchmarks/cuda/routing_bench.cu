@@ -88,8 +88,9 @@ int run_routers() {
                         memory = std::size_t{256} << 20;
   auto hidden = cuda::Memory::allocate(2 * most_tokens * most_hidden, "hidden states");
   auto logits = cuda::Memory::allocate(4 * most_tokens * most_experts, "logits");
-  auto weights = cuda::Memory::allocate(memory, "routers");
-  if (!hidden || !logits || !weights) return 1;
+  auto weights = cuda::Memory::allocate(memory, "routers"),
+       weights16 = cuda::Memory::allocate(memory / 2, "routers");
+  if (!hidden || !logits || !weights || !weights16) return 1;
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   std::vector<std::uint16_t> codes(most_tokens * most_hidden);
@@ -98,11 +99,14 @@ int run_routers() {
     codes[i] = static_cast<std::uint16_t>(i < 4099 ? encode<formats::bf16>(normal(random)) : codes[i % 4099]);
   if (!cuda::copy(hidden->data(), codes.data(), hidden->bytes()).ok()) return 1;
   for (const bool exact : {true, false}) {
-    for (std::size_t i = 0; i < numbers.size(); ++i)
-      numbers[i] = i >= 4099 ? numbers[i % 4099]
-                   : exact   ? decode<formats::bf16>(encode<formats::bf16>(normal(random)))
-                             : normal(random);
+    std::vector<std::uint16_t> codes16(numbers.size());
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      numbers[i] = i >= 4099 ? numbers[i % 4099] : normal(random);
+      codes16[i] = static_cast<std::uint16_t>(encode<formats::bf16>(numbers[i]));
+      if (exact) numbers[i] = decode<formats::bf16>(codes16[i]);
+    }
     if (!cuda::copy(weights->data(), numbers.data(), memory).ok()) return 1;
+    if (!cuda::copy(weights16->data(), codes16.data(), memory / 2).ok()) return 1;
     std::printf("\nlogits by routers of %s, us in graphs\n%-32s", exact ? "bf16 numbers" : "f32 numbers",
                 "tokens");
     for (const int count : tokens) std::printf("%8d", count);
@@ -118,7 +122,9 @@ int run_routers() {
                                     .logits = logits->as<float>()};
         std::printf("%8.2f", graph_us(20, [&](int call, cudaStream_t stream) {
                       cuda::RouterArgs of_call = args;
-                      of_call.router = weights->as<float>() + call % (memory / 4 / each) * each;
+                      const std::size_t at = call % (memory / 4 / each) * each;
+                      of_call.router = weights->as<float>() + at;
+                      if (exact) of_call.router16 = weights16->as<std::uint16_t>() + at;
                       if (cuda::launch_router_logits(of_call, stream) != cudaSuccess)
                         std::printf("cannot launch\n");
                     }));

@@ -136,6 +136,7 @@ class LayerRun {
                       .hidden = in.hidden.data,
                       .dtype = in.hidden.dtype,
                       .router = weights_.router,
+                      .router16 = in.hidden.dtype == spec_.act_dtype ? weights_.router16 : nullptr,
                       .bias = weights_.router_bias,
                       .logits = b_.logits.at(base_)},
            stream_);

@@ -46,14 +46,16 @@ std::size_t route_scratch_words(int tokens, int experts);
 /// what CUDA says of the launch.
 Status route(const RouteArgs& args, Stream stream);
 
-/// logits [T, E] = hidden [T, H] . router [E, H]^T + bias. Numbers are cut into parts of 11 bits that tensor
-/// cores multiply exactly: both operands have their 16 bits, or 22 of f32. Sums are f32, in an order that
-/// depends on H alone. The CPU sums in another order, so that its logits may differ by rounding.
+/// logits [T, E] = hidden [T, H] . router [E, H]^T + bias. Tensor cores multiply numbers of 16 bits of one
+/// type as they are, others by parts of 11 bits: both operands have their 16 bits, or 22 of f32. Sums are
+/// f32, in an order that depends on H alone. The CPU sums in another order, so that its logits may differ by rounding.
 struct RouterArgs {
   int tokens = 0, experts = 0, hidden_size = 0;
   const void* hidden = nullptr;  ///< f32, f16 or bf16
   DType dtype = DType::bf16;
   const float* router = nullptr;
+  /// The same in the type of `hidden`, if that has 16 bits and all of the router's numbers; else nullptr.
+  const void* router16 = nullptr;
   const float* bias = nullptr;  ///< [E], or nullptr
   float* logits = nullptr;
 };

@@ -4,9 +4,25 @@
 
 #include <algorithm>
 
+#include "gatefold/codec.h"
+
 namespace gatefold::cuda {
 namespace {
+
 constexpr std::size_t kMostStaged = 16 << 20;
+
+/// Numbers in a 16-bit type, if it has all of them; else nothing.
+std::vector<std::uint16_t> narrowed(const std::vector<float>& numbers, DType dtype) {
+  std::vector<std::uint16_t> codes(numbers.size());
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const bool f16 = dtype == DType::f16;
+    const auto code = f16 ? encode<formats::f16>(numbers[i]) : encode<formats::bf16>(numbers[i]);
+    if ((f16 ? decode<formats::f16>(code) : decode<formats::bf16>(code)) != numbers[i]) return {};
+    codes[i] = static_cast<std::uint16_t>(code);
+  }
+  return codes;
+}
+
 }  // namespace
 
 bool is_wide(SchemeId id, Format scale_format) {
@@ -167,7 +183,9 @@ Status DeviceWeights::copy_vectors(const ExpertWeights::State& state) {
     scales[0].push_back(*ffn.gate.input_scale);
     scales[1].push_back(*ffn.down.input_scale);
   }
-  std::size_t bytes = 2 * padded(scales[0].size() * sizeof(TensorScale));
+  const std::vector<std::uint16_t> codes_of_router = narrowed(v.router, state.spec.act_dtype);
+  std::size_t bytes = 2 * padded(scales[0].size() * sizeof(TensorScale)) +
+                      padded(codes_of_router.size() * sizeof(std::uint16_t));
   for (const auto& [values, _] : floats) bytes += padded(values->size() * sizeof(float));
   Result<Memory> memory = Memory::allocate(bytes, "router and biases", device_.index);
   if (!memory) return memory.status();
@@ -184,6 +202,7 @@ Status DeviceWeights::copy_vectors(const ExpertWeights::State& state) {
   };
   for (const auto& [values, where] : floats)
     if (Status status = put(*values, where); !status.ok()) return status;
+  if (Status status = put(codes_of_router, &router16); !status.ok()) return status;
   if (Status status = put(scales[0], &input_scales); !status.ok()) return status;
   return put(scales[1], &mid_scales);
 }

@@ -311,7 +311,7 @@ struct Hidden {
 /// states begin after an aligned address.
 std::vector<float> logits_of(const Hidden& x, int first, int tokens, int hidden, int experts,
                              const DeviceVector<float>& router, const DeviceVector<float>& bias,
-                             std::size_t skip = 0) {
+                             std::size_t skip = 0, const std::uint16_t* router16 = nullptr) {
   const std::size_t row = static_cast<std::size_t>(hidden) * bits(x.dtype) / 8;
   std::vector<std::byte> bytes(skip + tokens * row);
   std::memcpy(bytes.data() + skip, x.bytes.data() + first * row, tokens * row);
@@ -323,6 +323,7 @@ std::vector<float> logits_of(const Hidden& x, int first, int tokens, int hidden,
                                              .hidden = input.data() + skip,
                                              .dtype = x.dtype,
                                              .router = router.data(),
+                                             .router16 = router16,
                                              .bias = bias.data(),
                                              .logits = logits.data()},
                                             nullptr);
@@ -331,22 +332,37 @@ std::vector<float> logits_of(const Hidden& x, int first, int tokens, int hidden,
 }
 
 TEST_F(CudaRouting, RouterLogits) {
+  enum class Router { f32, bf16, as_hidden };
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
-    for (const bool narrow : {false, true})  // routers of 16-bit numbers
+    for (const Router kind : {Router::f32, Router::bf16, Router::as_hidden})
       for (const int experts : {37, 256})
         for (const int hidden : {16, 37, 272, 2880}) {
-          SCOPED_TRACE(testing::Message() << name(dtype) << " " << experts << " x " << hidden);
-          constexpr int tokens = 700;
+          const bool as_hidden = kind == Router::as_hidden;
+          if (as_hidden && dtype == DType::f32) continue;
+          SCOPED_TRACE(testing::Message() << name(dtype) << " " << experts << " x " << hidden << ", router "
+                                          << static_cast<int>(kind));
+          const int tokens = as_hidden ? 8300 : 700;  // for the largest tiles
           const Hidden x(dtype, make_logits(tokens, hidden, Kind::normal, 1));
           std::vector<float> matrix = make_logits(experts, hidden, Kind::normal, 2);
-          if (narrow)
-            for (float& w : matrix) w = decode<formats::bf16>(encode<formats::bf16>(w));
+          std::vector<std::uint16_t> codes;
+          for (float& w : matrix) {
+            const bool f16 = as_hidden && dtype == DType::f16;
+            codes.push_back(
+                static_cast<std::uint16_t>(f16 ? encode<formats::f16>(w) : encode<formats::bf16>(w)));
+            if (kind != Router::f32)
+              w = f16 ? decode<formats::f16>(codes.back()) : decode<formats::bf16>(codes.back());
+          }
           const auto bias = make_logits(1, experts, Kind::normal, 3);
           const DeviceVector<float> router(matrix), offset(bias);
-          const std::vector<float> got = logits_of(x, 0, tokens, hidden, experts, router, offset);
+          const DeviceVector<std::uint16_t> router16(codes);
+          const auto logits = [&](int first, int count, std::size_t skip) {
+            return logits_of(x, first, count, hidden, experts, router, offset, skip,
+                             as_hidden ? router16.data() : nullptr);
+          };
+          const std::vector<float> got = logits(0, tokens, 0);
           // Sums of eight products are added up, for each of the pairs of parts; slices in the end.
           const int additions = (hidden + 511) / 512 * 4 * 3 + 16;
-          for (int t = 0; t < tokens; t += 9)
+          for (int t = 0; t < tokens; t += tokens / 77)
             for (int e = 0; e < experts; ++e) {
               double sum = bias[e], magnitude = std::abs(bias[e]);
               for (int h = 0; h < hidden; ++h) {
@@ -357,15 +373,16 @@ TEST_F(CudaRouting, RouterLogits) {
               ASSERT_NEAR(got[t * experts + e], sum, magnitude * additions * 0x1p-24) << t << ", " << e;
             }
           // A token's bits do not depend on others, nor on where it lies.
-          for (const int count : {1, 8, 9, 40, 300})
+          for (const int count : {1, 8, 9, 40, 300, 2100}) {
+            if (count > tokens) continue;
             for (const std::size_t skip : {std::size_t{0}, static_cast<std::size_t>(bits(dtype)) / 8}) {
               const int first = tokens - count;
-              const std::vector<float> alone =
-                  logits_of(x, first, count, hidden, experts, router, offset, skip);
+              const std::vector<float> alone = logits(first, count, skip);
               for (std::size_t i = 0; i < alone.size(); ++i)
                 ASSERT_EQ(alone[i], got[static_cast<std::size_t>(first) * experts + i])
                     << count << " tokens, logit " << i;
             }
+          }
         }
 }
 
