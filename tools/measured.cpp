@@ -48,7 +48,7 @@ void add_shape(CLI::App* command, BenchShape& shape_of_layers) {
       ->type_name("H,I,E,K");
   command
       ->add_option("--ep-size", shape_of_layers.ep_size,
-                   "Layers have one of so many parts of the experts, and tokens choose of all (cuda)")
+                   "Layers have one of so many parts of the experts, and tokens choose of all")
       ->check(CLI::Range(1, 1 << 12))
       ->type_name("N")
       ->default_str("1");

@@ -56,7 +56,7 @@ struct MoeSpec {
   int top_k = 0;
   /// Of how many equal parts of an expert-parallel layer these are the experts. Above 1, calls give ids, of
   /// which those of this part are 0..experts-1 and those of others anything outside, such as -1: their slots
-  /// add nothing. On GPUs only.
+  /// add nothing.
   int ep_size = 1;
   int hidden = 0;        ///< H
   int intermediate = 0;  ///< I, of one routed expert

@@ -112,7 +112,7 @@ void add_spec(nb::module_& m) {
           "scheme"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "intermediate"_a,
           "activation"_a = Activation{}, "routing"_a = Routing{}, "bias"_a = false, "act_dtype"_a = "bf16",
           "ep_size"_a = 1,
-          R"(Sizes are those of one routed expert. ep_size, on a GPU: of how many equal parts of an expert-parallel layer
+          R"(Sizes are those of one routed expert. ep_size: of how many equal parts of an expert-parallel layer
 these are the experts; calls give topk_ids, in which other parts' experts are outside 0..experts-1 (-1), and add nothing.
 Raises InvalidArgument for a size <= 0, top_k > experts * ep_size, or a contraction that the scheme cannot store.)")
       .def_prop_ro("scheme", [](const MoeSpec& s) { return std::string(scheme(s.scheme).name); })

@@ -65,6 +65,20 @@ def test_layouts_of_weights():
         np.testing.assert_array_equal(run(experts), expected)
 
 
+def test_parts_of_the_experts_add_up():
+    gate_up, down = weights()
+    x, ids, topk_weights = inputs(9)
+    pack = lambda experts, **options: gatefold.pack(gate_up[experts], down[experts], "int4_g128", top_k=TOP_K, **options)
+    parts = [pack(slice(e, e + 1), ep_size=EXPERTS) for e in range(EXPERTS)]
+    assert (parts[0].spec.experts, parts[0].spec.top_k, parts[0].spec.ep_size) == (1, TOP_K, EXPERTS)
+    sums = sum(gatefold.MoePlan.create(part).run(x, ids - e, topk_weights) for e, part in enumerate(parts))
+    np.testing.assert_allclose(sums, gatefold.MoePlan.create(pack(slice(None))).run(x, ids, topk_weights), atol=1e-5)
+    with pytest.raises(gatefold.InvalidArgument, match="one of 4 parts of the experts, and cannot route to others"):
+        gatefold.MoePlan.create(parts[0]).run(x)
+    with pytest.raises(gatefold.InvalidArgument, match="ep_size 0"):
+        pack(slice(None), ep_size=0)
+
+
 def test_biases_activation_and_router():
     gate_up, down = weights()
     rng = np.random.default_rng(5)

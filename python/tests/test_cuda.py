@@ -93,6 +93,18 @@ def test_other_tokens_change_nothing(scheme):
             assert torch.equal(call(*(tensor[part] for tensor in tokens)), together[part])
 
 
+def test_parts_of_the_experts_add_up():
+    x, ids, w = tensors(65)
+    gate_up, down = map(torch.from_numpy, weights())
+    half, sums = EXPERTS // 2, 0
+    for first in (0, half):
+        part = Experts.quantize(gate_up[first:first + half], down[first:first + half], "mxfp4", top_k=TOP_K, ep_size=2,
+                                device="cuda")
+        own = torch.where((ids >= first) & (ids < first + half), ids - first, -1)
+        sums = sums + part(x, own, w).double()
+    assert relative(sums.cpu().numpy(), experts()(x, ids, w).double().cpu().numpy()) <= 0.01
+
+
 def test_work_is_queued_in_the_callers_stream(call):
     x, ids, w = tensors(3)
     expected = call(x, ids, w)

@@ -142,16 +142,18 @@ void LayerThread::sort_slots() {
   std::int32_t* offsets = b_.offsets.at(base_);
   std::int32_t* active = b_.active.at(base_);
   std::fill_n(offsets, spec_.experts + 1, 0);
-  for (std::int64_t s = 0; s < slots_; ++s) ++offsets[ids[s] + 1];
+  const auto is_here = [&](std::int32_t id) { return id >= 0 && id < spec_.experts; };
+  for (std::int64_t s = 0; s < slots_; ++s)
+    if (is_here(ids[s])) ++offsets[ids[s] + 1];
   for (int e = 0; e < spec_.experts; ++e) {
     active[e] = offsets[e];  // next free position, until the slots are placed
     offsets[e + 1] += offsets[e];
     active[e] = offsets[e];
   }
   for (std::int64_t s = 0; s < slots_; ++s) {
-    const std::int32_t position = active[ids[s]]++;
+    const std::int32_t position = is_here(ids[s]) ? active[ids[s]]++ : -1;
     b_.position.at(base_)[s] = position;
-    b_.slot.at(base_)[position] = static_cast<std::int32_t>(s);
+    if (position >= 0) b_.slot.at(base_)[position] = static_cast<std::int32_t>(s);
   }
   int used = 0;
   for (int queue = 0; queue < queues_; ++queue) {
@@ -168,7 +170,7 @@ float LayerThread::batch_amax(const float* x, std::int64_t rows, std::int64_t k,
   float* amax = b_.amax.at(base_);
 #pragma omp for schedule(static)
   for (std::int64_t row = 0; row < rows; ++row) amax[row] = row_amax(kernels_, x + row * stride, k);
-  return *std::max_element(amax, amax + rows);
+  return rows == 0 ? 0.0f : *std::max_element(amax, amax + rows);
 }
 
 Job LayerThread::routed_job(int expert) const {
@@ -213,9 +215,11 @@ void LayerThread::combine() {
   for (std::int64_t t = 0; t < tokens_; ++t) {
     float* sum = b_.hidden.at(base_) + t * hidden_k_;
     std::int64_t count = 0;
-    for (std::int64_t s = t * spec_.top_k; s < (t + 1) * spec_.top_k; ++s, ++count) {
-      rows[count] = b_.routed_out.at(base_) + b_.position.at(base_)[s] * hidden_k_;
-      weights[count] = b_.weights.at(base_)[s];
+    for (std::int64_t s = t * spec_.top_k; s < (t + 1) * spec_.top_k; ++s) {
+      const std::int64_t position = b_.position.at(base_)[s];
+      if (position < 0) continue;
+      rows[count] = b_.routed_out.at(base_) + position * hidden_k_;
+      weights[count++] = b_.weights.at(base_)[s];
     }
     if (shared_k_ != 0) {
       rows[count] = b_.shared_out.at(base_) + t * hidden_k_;

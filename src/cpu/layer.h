@@ -79,10 +79,10 @@ class LayerThread {
  protected:
   /// hidden -> f32 rows; expert ids and weights of every token. Ends without a barrier.
   void load_and_route();
-  /// Counting sort of the slots by expert; stable, so the order is a function of the ids alone. For one
-  /// thread.
+  /// Counting sort of the slots by expert; stable, so the order is a function of the ids alone. Those of other
+  /// parts' experts have position -1. For one thread.
   void sort_slots();
-  /// Largest magnitude over all rows. For all threads; has barriers.
+  /// Largest magnitude over all rows; 0 if there are none. For all threads; has barriers.
   float batch_amax(const float* x, std::int64_t rows, std::int64_t k, std::int64_t stride);
   /// Routing weights are applied here, once; slots are summed in the order of the ids. Ends without a
   /// barrier.
@@ -96,8 +96,10 @@ class LayerThread {
   }
   /// Whether one scale is shared by all rows of the call.
   bool per_batch() const { return routed_act_.quantized() && routed_act_.group.n == 0 && !static_in_; }
+  /// Slots of this layer's experts (MoeSpec::ep_size), once they are sorted.
+  std::int64_t slots_here() const { return b_.offsets.at(base_)[spec_.experts]; }
   /// Rows of the routed input: slots by position with static scales (they differ by expert), else tokens.
-  std::int64_t input_rows() const { return static_in_ ? slots_ : tokens_; }
+  std::int64_t input_rows() const { return static_in_ ? slots_here() : tokens_; }
   std::int64_t input_token(std::int64_t row) const {
     return static_in_ ? b_.slot.at(base_)[row] / spec_.top_k : row;
   }

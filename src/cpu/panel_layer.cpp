@@ -119,7 +119,7 @@ class PanelThread : LayerThread {
   void run() {
     gate_up();
     if (per_batch()) {  // needs all rows, before any of them
-      code_mid(batch_amax(b_.routed_mid.at(base_), slots_, spec_.intermediate, mid_k_));
+      code_mid(batch_amax(b_.routed_mid.at(base_), slots_here(), spec_.intermediate, mid_k_));
 #pragma omp barrier
     }
     down();
@@ -200,7 +200,7 @@ class PanelThread : LayerThread {
 
   void code_mid(float amax) {
 #pragma omp for schedule(static) nowait
-    for (std::int64_t row = 0; row < slots_; ++row) code_mid(row, amax);
+    for (std::int64_t row = 0; row < slots_here(); ++row) code_mid(row, amax);
   }
   void code_mid(std::int64_t row, float amax) {
     code(in_.routed_mid_in, routed_range(true, row, amax), b_.routed_mid.at(base_) + row * mid_k_,

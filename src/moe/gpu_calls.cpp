@@ -90,9 +90,9 @@ Status GpuCalls::read(cuda::Stream stream) const {
 }
 
 GpuCalls::Routed::Routed(std::vector<std::int32_t> of_slots) : ids(std::move(of_slots)), distinct(ids) {
+  std::erase(distinct, -1);
   std::sort(distinct.begin(), distinct.end());
   distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
-  if (!distinct.empty() && distinct.front() < 0) distinct.erase(distinct.begin());
 }
 
 void GpuCalls::add(BenchRouting routing) {

@@ -116,7 +116,10 @@ Status OrderedLayer::run(const MoeCall& call) const {
   for (std::int64_t t = 0; t < tokens; ++t) {
     row_kernels().widen(call.inputs.hidden.dtype, call.inputs.hidden.data, t * h, h, row);
     for (std::int64_t slot = t * top_k; slot < (t + 1) * top_k; ++slot)
-      for (std::int64_t j = 0; j < h; ++j) hidden[slot * h + j] = row[orders[ids[slot] * h + j]];
+      for (std::int64_t j = 0; j < h; ++j) {
+        const bool is_here = ids[slot] >= 0 && ids[slot] < call.spec.experts;  // of this part
+        hidden[slot * h + j] = is_here ? row[orders[ids[slot] * h + j]] : 0.0f;
+      }
   }
   const MoeInputs inputs{.hidden = {hidden, DType::f32, slots, h}, .topk_ids = ids, .topk_weights = weights};
   const MoeOutputs outputs{.hidden = {out, DType::f32, slots, h}};

@@ -41,12 +41,6 @@ std::string gpu_refuses(const MoeSpec& spec) {
     return "activation scales by another software's rule are for CPUs only";
   return {};
 }
-/// And of a CPU.
-std::string cpu_refuses(const MoeSpec& spec) {
-  if (spec.ep_size > 1)
-    return fmt::format("experts of one of {} parts of a layer are for GPUs only", spec.ep_size);
-  return {};
-}
 
 }  // namespace
 
@@ -55,7 +49,7 @@ const KernelInfo* choose_kernel(const MoeSpec& spec, const PlanOptions& options,
   const KernelInfo* chosen = nullptr;
   for (const KernelInfo& kernel : device.kind == Device::Kind::cpu ? cpu_kernels() : cuda_kernels()) {
     if (kernel.scheme != spec.scheme) continue;
-    std::string why = device.kind == Device::Kind::cuda ? gpu_refuses(spec) : cpu_refuses(spec);
+    std::string why = device.kind == Device::Kind::cuda ? gpu_refuses(spec) : "";
     if (why.empty()) why = kernel.refuses(spec, options, device);
     if (why.empty() && kernel.name.find(options.kernel) == std::string::npos)
       why = fmt::format("the caller asks for '{}'", options.kernel);
@@ -208,7 +202,7 @@ Status check_call(const MoeSpec& spec, const PlanOptions& options, const ExpertW
                     spec.ep_size));
   if (in.topk_ids == nullptr && in.router_logits == nullptr && weights.vectors.router.empty())
     return fail("the weights hold no router: give router_logits, or topk_ids and topk_weights");
-  if (in.topk_ids != nullptr && weights.device.kind == Device::Kind::cpu)
+  if (in.topk_ids != nullptr && spec.ep_size == 1 && weights.device.kind == Device::Kind::cpu)
     return check_ids(spec, in.topk_ids, tokens);
   return {};
 }

@@ -56,6 +56,7 @@ TensorScale static_scale(const Operand& activation, int expert) {
 }
 
 std::size_t distinct(std::vector<std::int32_t> ids) {
+  std::erase(ids, -1);
   std::sort(ids.begin(), ids.end());
   return static_cast<std::size_t>(std::unique(ids.begin(), ids.end()) - ids.begin());
 }
