@@ -206,8 +206,8 @@ class MoePlan {
   /// Bytes that `run` needs for up to max_tokens tokens. Any alignment will do.
   std::size_t workspace_bytes() const;
   /// Computes one layer. Allocates nothing, throws nothing; T = 0 is fine. Errors: shapes that contradict the
-  /// spec, T > max_tokens, an id outside [0, E) (where MoeSpec::ep_size is 1), weights packed for another kernel or device, a workspace too
-  /// small, and (debug_workspace) a damaged canary, naming the buffer.
+  /// spec, T > max_tokens, an id outside [0, E) (where MoeSpec::ep_size is 1), weights packed for another
+  /// kernel or device, a workspace too small, and (debug_workspace) a damaged canary, naming the buffer.
   ///
   /// On a GPU all pointers, and the workspace, are to memory of the plan's device. The call returns before
   /// the work in `stream` is done, never waits, and can be captured in a graph (but with debug_workspace,

@@ -79,8 +79,8 @@ class LayerThread {
  protected:
   /// hidden -> f32 rows; expert ids and weights of every token. Ends without a barrier.
   void load_and_route();
-  /// Counting sort of the slots by expert; stable, so the order is a function of the ids alone. Those of other
-  /// parts' experts have position -1. For one thread.
+  /// Counting sort of the slots by expert; stable, so the order is a function of the ids alone. Those of
+  /// other parts' experts have position -1. For one thread.
   void sort_slots();
   /// Largest magnitude over all rows; 0 if there are none. For all threads; has barriers.
   float batch_amax(const float* x, std::int64_t rows, std::int64_t k, std::int64_t stride);

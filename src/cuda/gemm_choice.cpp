@@ -12,7 +12,7 @@ namespace gatefold::cuda {
 namespace {
 
 constexpr double kStart = 29000;     ///< clocks of a multiply
-constexpr double kRounding = 10000;  ///< of a kernel that rounds rows between two multiplies
+constexpr double kRounding = 12500;  ///< of a kernel that rounds rows between two multiplies
 
 /// Clocks of a multiprocessor for 128 columns, fitted to measurements (docs/ladder.md): of a group of
 /// units in one item, or of a tile of groups; for each token that is multiplied; and for each at its end.
@@ -44,13 +44,13 @@ Costs costs_of(const GemmWork& work, const PackedFormat& format, const GemmChoic
                                       : Costs{723, 7.6, 45};
   if (of_bytes && bits == 8)
     return few                                  ? Costs{80, 18.7, 1}
-           : kernel.threads > 3 * 128           ? Costs{242, 10.2, 31}
+           : kernel.threads > 3 * 128           ? Costs{242, 10.2, 18}
            : kernel.tokens == kMostTokensOfTile ? Costs{161, 6.8, 32, 1.02}
                                                 : Costs{161, 6.8, 21, 1.2};
   if (of_bytes)
     return few                                  ? Costs{690, 10.3, 28}
            : kernel.tokens == kTokensOfTwoUnits ? Costs{700, 10.5, 28}
-           : kernel.tokens < kMostTokensOfTile  ? Costs{490, 4.5, 21}
+           : kernel.tokens < kMostTokensOfTile  ? Costs{400, 4.5, 21}
                                                 : Costs{490, 4.0, 21};
   if (bits == 16) return few ? Costs{1383, 15.2, 110} : Costs{745, 21.7, 111};
   if (bits == 8) return few ? Costs{1100, 16.2, 34, 1, 14000} : Costs{903, 18.6, 75};

@@ -48,7 +48,8 @@ Status route(const RouteArgs& args, Stream stream);
 
 /// logits [T, E] = hidden [T, H] . router [E, H]^T + bias. Tensor cores multiply numbers of 16 bits of one
 /// type as they are, others by parts of 11 bits: both operands have their 16 bits, or 22 of f32. Sums are
-/// f32, in an order that depends on H alone. The CPU sums in another order, so that its logits may differ by rounding.
+/// f32, in an order that depends on H alone. The CPU sums in another order, so that its logits may differ by
+/// rounding.
 struct RouterArgs {
   int tokens = 0, experts = 0, hidden_size = 0;
   const void* hidden = nullptr;  ///< f32, f16 or bf16
