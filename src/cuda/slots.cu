@@ -189,7 +189,6 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const CombineA
         if (i < count) sums[i] = fmaf(share, args.shared[at + i], sums[i]);
     store_sums(args.out, at, sums, count);
   }
-  wait();
 }
 
 /// Block (i, r): a piece of row r.

@@ -115,11 +115,11 @@ Status OrderedLayer::run(const MoeCall& call) const {
   float* row = out;  // not yet in use
   for (std::int64_t t = 0; t < tokens; ++t) {
     row_kernels().widen(call.inputs.hidden.dtype, call.inputs.hidden.data, t * h, h, row);
-    for (std::int64_t slot = t * top_k; slot < (t + 1) * top_k; ++slot)
-      for (std::int64_t j = 0; j < h; ++j) {
-        const bool is_here = ids[slot] >= 0 && ids[slot] < call.spec.experts;  // of this part
+    for (std::int64_t slot = t * top_k; slot < (t + 1) * top_k; ++slot) {
+      const bool is_here = ids[slot] >= 0 && ids[slot] < call.spec.experts;  // in this part
+      for (std::int64_t j = 0; j < h; ++j)
         hidden[slot * h + j] = is_here ? row[orders[ids[slot] * h + j]] : 0.0f;
-      }
+    }
   }
   const MoeInputs inputs{.hidden = {hidden, DType::f32, slots, h}, .topk_ids = ids, .topk_weights = weights};
   const MoeOutputs outputs{.hidden = {out, DType::f32, slots, h}};

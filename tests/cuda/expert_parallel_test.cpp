@@ -49,8 +49,7 @@ TEST_F(ExpertParallel, PartsAddUpToTheLayer) {
 // Plans expect of each expert as many tokens as it has: those of a part choose for a call of 8 times as many.
 TEST_F(ExpertParallel, PlansAreForAsManyTokensAsExpertsHave) {
   for (const SchemeId id : {SchemeId::mxfp4, SchemeId::int4_g128, SchemeId::fp8_block_afp8}) {
-    MoeSpec spec;
-    spec.scheme = id;
+    MoeSpec spec = small_spec(id);
     spec.experts = 32;
     spec.top_k = 8;
     spec.hidden = 7168;
