@@ -78,6 +78,9 @@ TEST(Routing, SurvivesNonFiniteLogits) {
   EXPECT_EQ(all_nan.ids, (std::vector<std::int32_t>{0, 1, 2}));
   for (const float weight : all_nan.weights) EXPECT_EQ(weight, 0.0f);
   for (const float weight : choose({}, 2, {inf, 1, 2}).weights) EXPECT_FALSE(std::isnan(weight));
+  const Chosen of_softplus = choose({.score = Score::sqrt_softplus}, 2, {inf, 1, nan, 1});
+  EXPECT_EQ(of_softplus.ids, (std::vector<std::int32_t>{1, 3}));
+  EXPECT_EQ(of_softplus.weights, (std::vector<float>{0.5f, 0.5f}));
   EXPECT_EQ(choose({.correction_bias = true}, 2, {1, 2, 3}, {nan, nan, nan}).ids,
             (std::vector<std::int32_t>{0, 1}));
 }
@@ -92,6 +95,23 @@ TEST(Routing, ExponentialIsAccurate) {
     const double exact = std::exp(static_cast<double>(x));
     if (exact > std::numeric_limits<float>::max()) continue;
     ASSERT_NEAR(exponential(x), exact, std::max(exact * 0x1p-22, 0x1p-149)) << x;
+  }
+}
+
+TEST(Routing, ScoresAreAccurate) {
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(sqrt_softplus(inf), inf);
+  EXPECT_EQ(sqrt_softplus(-inf), 0.0f);
+  EXPECT_TRUE(std::isnan(sqrt_softplus(std::nanf(""))));
+  for (float y = 0.0f; y <= 1.0f; y += 1.0f / (1 << 20)) {
+    const double exact = std::log1p(static_cast<double>(y));
+    ASSERT_NEAR(log_of_one_and(y), exact, exact * 0x1p-22) << y;
+  }
+  for (float x = -87.0f; x < 200.0f; x += 0.001f) {
+    const double wide = x, exact = std::sqrt(std::max(wide, 0.0) + std::log1p(std::exp(-std::abs(wide))));
+    ASSERT_NEAR(sqrt_softplus(x), exact, exact * 0x1p-22) << x;
+    const double share = 1 / (1 + std::exp(-wide));
+    ASSERT_NEAR(sigmoid(x), share, share * 0x1p-22) << x;
   }
 }
 

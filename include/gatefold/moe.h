@@ -233,7 +233,7 @@ class MoePlan {
 };
 
 /// The routing alone: logits [T, E] -> ids [T, k] (descending selection score), weights [T, k].
-/// `correction_bias` [E] or nullptr. Errors: none; NaN scores count as 0.
+/// `correction_bias` [E] or nullptr. Errors: none; NaN and infinite scores count as 0.
 void route(const Routing& routing, int experts, int top_k, const float* logits, std::int64_t tokens,
            const float* correction_bias, std::int32_t* topk_ids, float* topk_weights);
 

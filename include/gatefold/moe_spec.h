@@ -12,7 +12,7 @@
 
 namespace gatefold {
 
-/// sqrt_softplus: the square root of log(1 + e^x) (DeepSeek-V4; on CPUs only).
+/// sqrt_softplus: the square root of log(1 + e^x) (DeepSeek-V4).
 enum class Score : std::uint8_t { softmax, sigmoid, sqrt_softplus };
 /// Score of a group of experts: its best expert (DeepSeek-V2), or the sum of its two best (DeepSeek-V3).
 enum class GroupScore : std::uint8_t { max, top2_sum };

@@ -61,7 +61,7 @@ class TokenExperts {
           scores_[e] = x.x;
           keys_[e] = __float_as_uint(x.y);
         });
-    routing_.score == Score::softmax ? softmax(largest) : sigmoid();
+    routing_.score == Score::softmax ? softmax(largest) : each_by_itself();
     for_each_expert<4>(
         [&](int e) { return scores_[e] + __uint_as_float(static_cast<std::uint32_t>(keys_[e])); },
         [&](int e, float selection) { keys_[e] = key(isnan(selection) ? 0 : ordered(selection), e); });
@@ -175,9 +175,10 @@ class TokenExperts {
     for_each_expert<4>([&](int e) { return scores_[e] / sum; },
                        [&](int e, float x) { scores_[e] = isnan(x) ? 0.0f : x; });
   }
-  __device__ __forceinline__ void sigmoid() {
-    for_each_expert<4>([&](int e) { return 1.0f / (1.0f + exponential(-scores_[e])); },
-                       [&](int e, float x) { scores_[e] = isnan(x) ? 0.0f : x; });
+  __device__ __forceinline__ void each_by_itself() {
+    const bool softplus = routing_.score == Score::sqrt_softplus;
+    for_each_expert<4>([&](int e) { return softplus ? sqrt_softplus(scores_[e]) : sigmoid(scores_[e]); },
+                       [&](int e, float x) { scores_[e] = isfinite(x) ? x : 0.0f; });
   }
 
   /// Of a group: its best expert, or the sum of its two best; for all lanes.

@@ -1,9 +1,10 @@
 #pragma once
 /// \file
-/// e^x with the same bits on every CPU and GPU, so that routing chooses the same experts everywhere. It
-/// vectorizes.
+/// e^x, which vectorizes, and scores that are made of it, with the same bits on every CPU and GPU, so that
+/// routing chooses the same experts everywhere.
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 #include "gatefold/codec.h"
@@ -29,6 +30,30 @@ GATEFOLD_HD float exponential(float x) {
   const std::int32_t half = power >> 1;
   const float result = p * detail::power_of_two(half) * detail::power_of_two(power - half);
   return x == x ? result : x;
+}
+
+/// log(1 + y) of a y in [0, 1], within 2 ulp: 2 artanh(s), whose series in s = y / (2 + y) <= 1/3 ends where
+/// its terms are less than half an ulp.
+GATEFOLD_HD float log_of_one_and(float y) {
+  const float s = y / (2.0f + y), s2 = s * s;
+  float p = 1.0f / 15;
+  p = p * s2 + 1.0f / 13;
+  p = p * s2 + 1.0f / 11;
+  p = p * s2 + 1.0f / 9;
+  p = p * s2 + 1.0f / 7;
+  p = p * s2 + 1.0f / 5;
+  p = p * s2 + 1.0f / 3;
+  return 2.0f * (p * s2 * s + s);
+}
+
+/// 1 / (1 + e^-x).
+GATEFOLD_HD float sigmoid(float x) {
+  return 1.0f / (1.0f + exponential(-x));
+}
+
+/// The square root of log(1 + e^x) = max(x, 0) + log(1 + e^-|x|).
+GATEFOLD_HD float sqrt_softplus(float x) {
+  return std::sqrt((x > 0.0f ? x : 0.0f) + log_of_one_and(exponential(-std::fabs(x))));
 }
 
 /// A sum is kept in this many parts: number i goes to part i % 32. Then part i takes part i + 16, i + 8, i +

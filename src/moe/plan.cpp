@@ -36,7 +36,6 @@ namespace {
 /// What no kernel of a GPU does.
 std::string gpu_refuses(const MoeSpec& spec) {
   if (spec.ordered_inputs) return "inputs in an order of each expert's own (act-order) are for CPUs only";
-  if (spec.routing.score == Score::sqrt_softplus) return "scores of sqrt(softplus) are for CPUs only";
   if (spec.activation_rule != ScaleRule::standard && scheme(spec.scheme).quantizes_activations())
     return "activation scales by another software's rule are for CPUs only";
   return {};

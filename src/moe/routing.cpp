@@ -15,10 +15,9 @@ constexpr float kExcluded = -std::numeric_limits<float>::infinity();
 
 void score_experts(Score score, int experts, const float* logits, float* scores) {
   if (score == Score::sigmoid) {
-    for (int e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + exponential(-logits[e]));
+    for (int e = 0; e < experts; ++e) scores[e] = sigmoid(logits[e]);
   } else if (score == Score::sqrt_softplus) {
-    for (int e = 0; e < experts; ++e)  // log(1 + e^x), without overflow
-      scores[e] = std::sqrt(std::max(logits[e], 0.0f) + std::log1p(std::exp(-std::abs(logits[e]))));
+    for (int e = 0; e < experts; ++e) scores[e] = sqrt_softplus(logits[e]);
   } else {
     float largest = kExcluded;
     for (int e = 0; e < experts; ++e) largest = std::max(largest, logits[e]);
@@ -31,7 +30,7 @@ void score_experts(Score score, int experts, const float* logits, float* scores)
     for (int e = 0; e < experts; ++e) scores[e] /= sum;
   }
   for (int e = 0; e < experts; ++e)
-    if (std::isnan(scores[e])) scores[e] = 0;
+    if (!(scores[e] <= std::numeric_limits<float>::max())) scores[e] = 0;  // NaN, Inf
 }
 
 float group_value(GroupScore kind, const float* selection, int size) {

@@ -2,20 +2,14 @@
 
 #include <numeric>
 
-#include "../moe_layer.h"
 #include "gatefold/codec.h"
 #include "gpu.h"
-#include "moe/host_calls.h"
+#include "gpu_layer.h"
 
 namespace gatefold {
 namespace {
 
 const Device kGpu = Device::cuda();
-
-struct Routed {
-  std::vector<std::int32_t> ids;
-  std::vector<float> weights;
-};
 
 enum class Pattern { uniform, single, few, duplicates };
 
@@ -72,7 +66,7 @@ class GpuMoe : public GpuTest {
     EXPECT_TRUE(plan.ok()) << plan.status().message();
     auto calls = HostCalls::create(*plan);
     EXPECT_TRUE(calls.ok()) << calls.status().message();
-    const std::int64_t tokens = static_cast<std::int64_t>(x.values.size()) / spec.hidden;
+    const auto tokens = static_cast<std::int64_t>(x.values.size()) / spec.hidden;
     std::vector<float> out(x.values.size(), std::nanf(""));
     const Status status = calls->run(*plan, weights,
                                      {.hidden = {x.codes.data(), spec.act_dtype, tokens, spec.hidden},
@@ -288,6 +282,7 @@ TEST_F(GpuMoe, FromLogits) {
       {},
       {.score = Score::sigmoid, .correction_bias = true, .scaling_factor = 2.5f},
       {.score = Score::sigmoid, .groups = 4, .top_groups = 2, .correction_bias = true, .epsilon = 1e-20f},
+      {.score = Score::sqrt_softplus, .correction_bias = true, .scaling_factor = 1.5f, .epsilon = 1e-20f},
       {.renormalize = false, .groups = 2, .top_groups = 1, .group_score = GroupScore::max}};
   struct Case {
     int experts, top_k;

@@ -148,6 +148,7 @@ const Routing kRoutings[] = {
      .top_groups = 3,
      .group_score = GroupScore::max,
      .scaling_factor = 16.0f},
+    {.score = Score::sqrt_softplus, .correction_bias = true, .scaling_factor = 2.5f, .epsilon = 1e-20f},
 };
 
 class CudaRouting : public GpuTest {};
