@@ -118,6 +118,18 @@ inline std::string scheme_and_type(const testing::TestParamInfo<SchemeAndType>& 
   return std::string(all_schemes()[id].name) + (type == DType::bf16 ? "_x_bf16" : "_x_f16");
 }
 
+/// Weights whose experts take inputs in these orders (LayerVectors::input_order), as the oracle takes them:
+/// it puts columns back instead.
+inline ReferenceWeights with_orders(ReferenceWeights weights, const std::vector<std::int32_t>& orders) {
+  const auto hidden = static_cast<std::ptrdiff_t>(orders.size() / weights.routed.size());
+  auto first = orders.begin();
+  for (ReferenceFfn& ffn : weights.routed) {
+    ffn.gate.input_order = ffn.up.input_order = {first, first + hidden};
+    first += hidden;
+  }
+  return weights;
+}
+
 inline double relative_l2(const std::vector<float>& a, const std::vector<double>& b) {
   double error = 0, norm = 0;
   for (std::size_t i = 0; i < b.size(); ++i) {

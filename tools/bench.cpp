@@ -141,14 +141,18 @@ void add_bench(Cli& cli) {
   add_backend(command, options->device);
   add_batch_invariant(command, options->batch_invariant);
   add_fast_accumulation(command, options->fast_accumulation);
-  command->add_flag("--static-scales", options->static_scales,
+  command->add_flag("--static-scales", options->layers.static_scales,
                     "Experts have static scales of activations, where schemes may (fp8 per tensor, nvfp4)");
-  command->add_flag("--shared-expert", options->shared_expert,
+  command->add_flag("--shared-expert", options->layers.shared_expert,
                     "Layers have a shared expert, too, of the others' scheme and width");
+  command->add_flag("--act-order", options->layers.ordered_inputs,
+                    "Each expert takes its inputs in an order of its own (GPTQ with desc_act)");
   command
       ->add_option_function<std::string>(
           "--dtype",
-          [options](const std::string& name) { options->dtype = name == "f16" ? DType::f16 : DType::bf16; },
+          [options](const std::string& name) {
+            options->layers.dtype = name == "f16" ? DType::f16 : DType::bf16;
+          },
           "The model's 16-bit type: of activations, and of scales of groups (AWQ and GPTQ: f16)")
       ->check(CLI::IsMember({"bf16", "f16"}))
       ->default_str("bf16");

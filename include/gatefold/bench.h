@@ -33,6 +33,15 @@ enum class BenchRouting : std::uint8_t { uniform, skew, single };
 /// or ids, and hidden states that are quantized already (GPU).
 enum class BenchFrom : std::uint8_t { ids, logits, hidden, codes };
 
+/// What layers are like, apart from scheme and shape.
+struct BenchLayers {
+  /// The model's 16-bit type, bf16 or f16: of activations, and of scales of groups that have 16 bits.
+  DType dtype = DType::bf16;
+  bool static_scales = false;   ///< experts have static scales of activations, where operands may
+  bool shared_expert = false;   ///< there is one of the routed ones' scheme and width, too
+  bool ordered_inputs = false;  ///< MoeSpec
+};
+
 struct BenchOptions {
   Device device;
   BenchShape shape;
@@ -40,10 +49,7 @@ struct BenchOptions {
   std::vector<int> tokens = {1, 8, 64, 512};
   std::vector<BenchFrom> from = {BenchFrom::ids};  ///< a row for each
   BenchRouting routing = BenchRouting::uniform;
-  /// The model's 16-bit type, bf16 or f16: of activations, and of scales of groups that have 16 bits.
-  DType dtype = DType::bf16;
-  bool static_scales = false;  ///< experts have static scales of activations, where operands may
-  bool shared_expert = false;  ///< there is one of the routed ones' scheme and width, too
+  BenchLayers layers;
   bool batch_invariant = false, fast_accumulation = false;  ///< PlanOptions
   int threads = 0;                                          ///< 0: OpenMP's default
   double seconds = 1.0;                                     ///< per row, at least; not on a GPU

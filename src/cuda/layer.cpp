@@ -41,26 +41,27 @@ class LayerRun {
   Status run() {
     const GemmKernel kernel = choice_.kernel();
     // A token's row, which belongs to several experts with scales of their own, is rounded for each as bytes.
-    const bool per_slot = with_static() && !codes() && kernel.byte_order == 0;
+    const bool per_slot = spec_.ordered_inputs || (with_static() && !codes() && kernel.byte_order == 0);
     const GemmRouting by_gate_up = route(per_slot, kernel);
     GemmArgs first = routed(gemm(b_.routed, weights_.gate_up, GemmKind::gate_up, kernel));
     first.routing = by_gate_up;
     first.bias = weights_.gate_bias;
     first.up_bias = weights_.up_bias;
     if (!per_slot) first.inputs.slots_of_row = spec_.top_k;
-    if (!tiled() && b_.routed.in.are(call_.inputs.hidden)) {
-      first.inputs.rows = static_cast<const std::uint16_t*>(call_.inputs.hidden.data);
+    const MatrixView x = spec_.ordered_inputs ? in_order() : call_.inputs.hidden;
+    if (!tiled() && b_.routed.in.are(x)) {
+      first.inputs.rows = static_cast<const std::uint16_t*>(x.data);
       // The kernel before may have written the logits, the ids or the items.
       first.routed_early = false;
     } else {
-      InputArgs in = hidden(b_.routed, per_slot ? slots_ : tokens_, kernel);
+      InputArgs in = hidden(b_.routed, x, per_slot ? slots_ : tokens_, kernel);
       if (per_slot || tiled()) of_slots(in);
       if (per_slot)
-        in.divisor = spec_.top_k;
+        in.divisor = spec_.ordered_inputs ? 1 : spec_.top_k;
       else if (tiled())
         in.copies = spec_.top_k;
       if (with_static() && !codes()) in.static_scales = weights_.input_scales;
-      in.x_is_old = !few();  // the kernel before sorts slots
+      in.x_is_old = !few() && !spec_.ordered_inputs;  // the kernel before sorts slots
       if (tiled()) in.first_weights = first_weights(first);
       then("round inputs", launch_inputs, in, stream_);
     }
@@ -230,9 +231,24 @@ class LayerRun {
   bool with_static() const { return b_.may_be_static && state_.static_input_scales; }
   /// Whether hidden states are quantized already.
   bool codes() const { return call_.inputs.hidden_scales != nullptr; }
-  /// Hidden states, as a multiply takes them.
-  InputArgs hidden(const FfnBuffers& ffn, std::int64_t rows, const GemmKernel& kernel) const {
-    InputArgs args = ffn.in.args(base_, call_.inputs.hidden, rows, kernel.order(ffn.scheme));
+  /// Hidden states of slots, in the order of their experts.
+  MatrixView in_order() {
+    const MatrixView& x = call_.inputs.hidden;
+    void* const rows = b_.ordered_inputs.at(base_);
+    then("put inputs in order", launch_order,
+         OrderArgs{.top_k = spec_.top_k,
+                   .experts = spec_.experts,
+                   .ids = ids(),
+                   .orders = weights_.input_order,
+                   .x = x,
+                   .rows = rows},
+         stream_);
+    return {rows, x.dtype, slots_, x.cols};
+  }
+  /// Rows of x, as a multiply takes them.
+  InputArgs hidden(const FfnBuffers& ffn, const MatrixView& x, std::int64_t rows,
+                   const GemmKernel& kernel) const {
+    InputArgs args = ffn.in.args(base_, x, rows, kernel.order(ffn.scheme));
     args.scales = call_.inputs.hidden_scales;
     args.token_scales = call_.inputs.hidden_token_scales;
     return args;
@@ -328,7 +344,7 @@ class LayerRun {
   void run_shared() {
     const FfnBuffers& ffn = b_.shared;
     const GemmKernel kernel = plan_.shared->at(tokens_).kernel();
-    then("round shared inputs", launch_inputs, hidden(ffn, tokens_, kernel), stream_);
+    then("round shared inputs", launch_inputs, hidden(ffn, call_.inputs.hidden, tokens_, kernel), stream_);
     const GemmArgs first = gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, kernel);
     then("multiply by the shared gate and up", launch_gemm, kernel, first, nullptr, multiprocessors(),
          stream_);

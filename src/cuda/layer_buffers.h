@@ -33,11 +33,11 @@ struct FfnBuffers {
 };
 
 /// What is multiplied: a shared expert may be one more routed one, which all tokens choose. (Where rows have
-/// one scale in common, or static ones, it has its own.)
+/// one scale in common, or static ones, it has its own; and it takes its inputs as they are.)
 inline MoeSpec joined(const MoeSpec& spec, const PlanOptions& options) {
   MoeSpec all = spec;
   if (!shared_is_alike(spec) || spec.bias || spec.experts >= kFewExperts || spec.top_k >= kMostTopK ||
-      effective_activation(spec.scheme, spec, options).may_be_static())
+      spec.ordered_inputs || effective_activation(spec.scheme, spec, options).may_be_static())
     return all;
   ++all.experts;
   ++all.top_k;
@@ -51,6 +51,7 @@ struct LayerBuffers {
   Buffer<float> topk_weights, logits;
   Buffer<std::int32_t> joined_ids;  ///< of JoinArgs
   Buffer<float> joined_weights;
+  Buffer<std::uint32_t> ordered_inputs;  ///< of OrderArgs
   Buffer<CutItem> items;
   std::int32_t most_items = 0;
   Buffer<std::int32_t> item_count, expert_rows;
@@ -70,6 +71,8 @@ struct LayerBuffers {
     topk_weights = {layout.add<float>("topk_weights", chosen)};
     joined_ids = {layout.add<std::int32_t>("joined_ids", slots == chosen ? 0 : slots)};
     joined_weights = {layout.add<float>("joined_weights", slots == chosen ? 0 : slots)};
+    ordered_inputs = {layout.add<std::uint32_t>(
+        "ordered_inputs", spec.ordered_inputs ? slots * static_cast<std::size_t>(spec.hidden) : 0)};
     expert_offsets = {layout.add<std::int32_t>("expert_offsets", experts + 1)};
     slot_position = {layout.add<std::int32_t>("slot_position", slots)};
     sorted_slots = {layout.add<std::int32_t>("sorted_slots", slots)};
@@ -83,7 +86,8 @@ struct LayerBuffers {
     expert_rows = {layout.add<std::int32_t>("expert_rows", experts)};
     progress_size = static_cast<std::int32_t>(kProgressOfAll + tile_rows(slots, experts) / 8);
     progress = {layout.add<std::int32_t>("progress", static_cast<std::size_t>(progress_size))};
-    routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate, may_be_static ? slots : tokens, slots,
+    routed = FfnBuffers(spec.scheme, spec, options, spec.intermediate,
+                        may_be_static || spec.ordered_inputs ? slots : tokens, slots,
                         tile_rows(slots, experts), layout);
     if (spec.shared.intermediate != 0)
       shared = FfnBuffers(spec.shared.scheme, spec, options, spec.shared.intermediate, tokens, tokens,

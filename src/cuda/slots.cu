@@ -78,6 +78,47 @@ __global__ void __launch_bounds__(kCombineThreads) join_kernel(const JoinArgs ar
   args.all_weights[to] = weight;
 }
 
+constexpr int kOrderThreads = 256;
+constexpr std::int64_t kMostOrdered = 48 << 10;  // bytes of a row that becomes shared memory
+
+/// Block (t, i): slots i, i + gridDim.y, .. of token t. `kEach`: numbers that a thread writes at once.
+template <class Number, int kEach>
+__global__ void __launch_bounds__(kOrderThreads) order_kernel(const OrderArgs args) {
+  struct alignas(sizeof(Number) * kEach) Numbers {
+    Number n[kEach];
+  };
+  struct alignas(4 * kEach) Columns {
+    std::int32_t n[kEach];
+  };
+  extern __shared__ std::uint32_t shared_row[];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const std::int64_t hidden = args.x.cols, token = blockIdx.x;
+  const auto thread = static_cast<int>(threadIdx.x), count = static_cast<int>(hidden / kEach);
+  const auto* x = static_cast<const Number*>(args.x.data) + token * hidden;
+  if (hidden * static_cast<std::int64_t>(sizeof(Number)) <= kMostOrdered) {
+    auto* const row = reinterpret_cast<Number*>(shared_row);
+    for (int j = thread; j < static_cast<int>(hidden); j += kOrderThreads) row[j] = x[j];
+    __syncthreads();
+    x = row;
+  }
+  for (int i = static_cast<int>(blockIdx.y); i < args.top_k; i += static_cast<int>(gridDim.y)) {
+    const std::int64_t slot = token * args.top_k + i;
+    const std::int32_t expert = args.ids[slot];
+    if (static_cast<unsigned>(expert) >= static_cast<unsigned>(args.experts)) continue;
+    const auto* order = reinterpret_cast<const Columns*>(args.orders + expert * hidden);
+    auto* const to = reinterpret_cast<Numbers*>(static_cast<Number*>(args.rows) + slot * hidden);
+#pragma unroll 2
+    for (int j = thread; j < count; j += kOrderThreads) {
+      const Columns columns = order[j];
+      Numbers numbers;
+#pragma unroll
+      for (int n = 0; n < kEach; ++n) numbers.n[n] = x[columns.n[n]];
+      to[j] = numbers;
+    }
+  }
+}
+
 /// 16 bytes of a slot, which is read once. What lies beyond `there` numbers is 0.
 template <class Slot>
 struct Piece {
@@ -230,6 +271,24 @@ cudaError_t launch_join(const JoinArgs& args, cudaStream_t stream) {
                            .threads = kCombineThreads,
                            .stream = stream},
                           args, each);
+}
+
+cudaError_t launch_order(const OrderArgs& args, cudaStream_t stream) {
+  const std::int64_t bytes = args.x.cols * bits(args.x.dtype) / 8;
+  // Of few tokens, each slot has a block.
+  const unsigned of_token = args.x.rows < 256 ? static_cast<unsigned>(args.top_k) : 1;
+  const auto launch = [&](auto* kernel) {
+    return launch_dependent(kernel,
+                            {.blocks = dim3(static_cast<unsigned>(args.x.rows), of_token),
+                             .threads = kOrderThreads,
+                             .stream = stream,
+                             .shared_bytes = static_cast<std::size_t>(bytes <= kMostOrdered ? bytes : 0)},
+                            args);
+  };
+  const bool wide = args.x.cols % 4 == 0;
+  if (args.x.dtype == DType::f32)
+    return launch(wide ? order_kernel<std::uint32_t, 4> : order_kernel<std::uint32_t, 1>);
+  return launch(wide ? order_kernel<std::uint16_t, 4> : order_kernel<std::uint16_t, 1>);
 }
 
 template <class Slot>

@@ -58,6 +58,17 @@ struct JoinArgs {
 };
 cudaError_t launch_join(const JoinArgs& args, cudaStream_t stream);
 
+/// Rows of slots, whose experts take their inputs in orders of their own: rows[s, j] = x[s / top_k,
+/// orders[ids[s], j]]. Those of ids that no expert has are not written.
+struct OrderArgs {
+  std::int32_t top_k = 0, experts = 0;
+  const std::int32_t* ids = nullptr;     ///< [tokens, top_k]
+  const std::int32_t* orders = nullptr;  ///< [experts, hidden]
+  MatrixView x;                          ///< [tokens, hidden]
+  void* rows = nullptr;                  ///< [tokens, top_k, hidden] of the type of x, 16-byte aligned
+};
+cudaError_t launch_order(const OrderArgs& args, cudaStream_t stream);
+
 /// out[t] = sum over k of weights[t, k] * slots[t, k] + [sigmoid(hidden[t] . gate)] *
 /// shared[t], in f32, in that order. Slots may be sums of two parts: [2, ..], added one after the other.
 struct CombineArgs {

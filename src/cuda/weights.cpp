@@ -185,7 +185,8 @@ Status DeviceWeights::copy_vectors(const ExpertWeights::State& state) {
   }
   const std::vector<std::uint16_t> codes_of_router = narrowed(v.router, state.spec.act_dtype);
   std::size_t bytes = 2 * padded(scales[0].size() * sizeof(TensorScale)) +
-                      padded(codes_of_router.size() * sizeof(std::uint16_t));
+                      padded(codes_of_router.size() * sizeof(std::uint16_t)) +
+                      padded(v.input_order.size() * sizeof(std::int32_t));
   for (const auto& [values, _] : floats) bytes += padded(values->size() * sizeof(float));
   Result<Memory> memory = Memory::allocate(bytes, "router and biases", device_.index);
   if (!memory) return memory.status();
@@ -203,6 +204,7 @@ Status DeviceWeights::copy_vectors(const ExpertWeights::State& state) {
   for (const auto& [values, where] : floats)
     if (Status status = put(*values, where); !status.ok()) return status;
   if (Status status = put(codes_of_router, &router16); !status.ok()) return status;
+  if (Status status = put(v.input_order, &input_order); !status.ok()) return status;
   if (Status status = put(scales[0], &input_scales); !status.ok()) return status;
   return put(scales[1], &mid_scales);
 }

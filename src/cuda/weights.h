@@ -41,6 +41,7 @@ class DeviceWeights final : public WeightMemory {
   DeviceMatrices gate_up, down, shared_gate_up, shared_down;
   /// LayerVectors, and static activation scales [experts]; nullptr where the layer has none.
   const float *router = nullptr, *router_bias = nullptr, *correction_bias = nullptr, *shared_gate = nullptr;
+  const std::int32_t* input_order = nullptr;
   const std::uint16_t* router16 = nullptr;  ///< `router` in the layer's 16-bit type, if it has its numbers
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
   const TensorScale *input_scales = nullptr, *mid_scales = nullptr;

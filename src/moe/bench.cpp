@@ -142,6 +142,7 @@ std::string refuses_from(const BenchOptions& options) {
     return "a part of the experts is not routed to: calls have ids";
   if (!are_from(BenchFrom::codes)) return {};
   if (options.device.kind == Device::Kind::cpu) return "calls from codes are for GPUs only";
+  if (options.layers.ordered_inputs) return "calls from codes: experts have orders of numbers, not of codes";
   for (const SchemeId id : options.schemes)
     if (!scheme(id).quantizes_activations())
       return fmt::format("calls from codes: {} leaves activations in 16 bits", scheme(id).name);
@@ -165,8 +166,7 @@ Result<std::vector<BenchRow>> bench(const BenchOptions& requested,
   std::vector<BenchRow> rows;
   for (const SchemeId id : options.schemes) {
     const Result<SyntheticLayers> layers =
-        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device, options.dtype,
-                                options.static_scales, options.shared_expert);
+        SyntheticLayers::create(options.shape, id, options.weight_bytes, options.device, options.layers);
     if (!layers) return layers.status();
     for (const int tokens : options.tokens)
       for (const BenchFrom from : options.from) {

@@ -35,7 +35,6 @@ namespace {
 
 /// What no kernel of a GPU does.
 std::string gpu_refuses(const MoeSpec& spec) {
-  if (spec.ordered_inputs) return "inputs in an order of each expert's own (act-order) are for CPUs only";
   if (spec.activation_rule != ScaleRule::standard && scheme(spec.scheme).quantizes_activations())
     return "activation scales by another software's rule are for CPUs only";
   return {};
@@ -99,7 +98,7 @@ Result<MoePlan> MoePlan::create(const MoeSpec& spec, const PlanOptions& options,
     state->tuning[tokens] = options.tuning ? *options.tuning : tuned != nullptr ? *tuned : CpuTuning{};
   }
   state->layout = WorkspaceLayout(options.debug_workspace);
-  if (spec.ordered_inputs)
+  if (spec.ordered_inputs && device.kind == Device::Kind::cpu)
     state->ordered = OrderedLayer(*state->kernel, spec, state->options, state->layout);
   else
     state->kernel->workspace(spec, state->options, state->layout);
@@ -164,6 +163,7 @@ std::string refuses_codes(const MoeSpec& spec, const PlanOptions& options, const
     return "hidden: " + why;
   if (in.router_logits == nullptr && in.topk_ids == nullptr)
     return "hidden states with scales are not routed: give router_logits, or topk_ids and topk_weights";
+  if (spec.ordered_inputs) return "the experts take their inputs in orders of their own: give numbers";
   if (spec.shared.intermediate == 0) return {};
   if (spec.shared.gated) return "the shared expert's gate is computed from numbers, not from hidden_scales";
   if (!(effective_activation(spec.shared.scheme, spec, options) == activation))

@@ -110,6 +110,17 @@ std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
   return logits;
 }
 
+std::vector<std::int32_t> random_orders(const MoeSpec& spec) {
+  std::mt19937 random(1);
+  std::vector<std::int32_t> order(static_cast<std::size_t>(spec.hidden)), orders;
+  std::iota(order.begin(), order.end(), 0);
+  for (int e = 0; e < spec.experts; ++e) {
+    std::shuffle(order.begin(), order.end(), random);
+    orders.insert(orders.end(), order.begin(), order.end());
+  }
+  return orders;
+}
+
 double flop(const MoeSpec& spec, int tokens) {
   const double width =
       static_cast<double>(spec.top_k) / spec.ep_size * spec.intermediate + spec.shared.intermediate;
@@ -128,8 +139,7 @@ void set_floor(BenchRow& row, const MoeSpec& spec) {
 }
 
 Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeId id, std::uint64_t bytes,
-                                                const Device& device, DType dtype, bool static_scales,
-                                                bool shared_expert) {
+                                                const Device& device, const BenchLayers& like) {
   SyntheticLayers result;
   MoeSpec& spec = result.spec;
   spec.scheme = id;
@@ -138,21 +148,23 @@ Result<SyntheticLayers> SyntheticLayers::create(const BenchShape& shape, SchemeI
   spec.experts = shape.experts;
   spec.top_k = shape.top_k;
   spec.ep_size = shape.ep_size;
-  spec.act_dtype = dtype;
-  if (shared_expert) spec.shared = {.intermediate = shape.intermediate, .scheme = id};
+  spec.act_dtype = like.dtype;
+  spec.ordered_inputs = like.ordered_inputs;
+  if (like.shared_expert) spec.shared = {.intermediate = shape.intermediate, .scheme = id};
   if (Status status = spec.validate(); !status.ok())
     return Status(status.code(), fmt::format("scheme {}: {}", scheme(id).name, status.message()));
   const Result<std::vector<QuantizedMatrix>> expert = random_expert(spec);
   if (!expert) return expert.status();
   const auto matrix = [&](int e, Projection projection) -> Result<QuantizedMatrix> {
     QuantizedMatrix matrix = (*expert)[static_cast<std::size_t>(projection)];
-    if (static_scales && scheme(id).activation.may_be_static())
+    if (like.static_scales && scheme(id).activation.may_be_static())
       matrix.input_scale = static_scale(scheme(id).activation, e);
     return matrix;
   };
   do {  // all experts are copies of one, in memory of their own
-    Result<ExpertWeights> layer = ExpertWeights::pack(
-        spec, device, {.router = random_router(spec, result.layers.size())}, matrix, matrix);
+    LayerVectors vectors{.router = random_router(spec, result.layers.size())};
+    if (spec.ordered_inputs) vectors.input_order = random_orders(spec);
+    Result<ExpertWeights> layer = ExpertWeights::pack(spec, device, std::move(vectors), matrix, matrix);
     if (!layer) return layer.status();
     result.layers.push_back(std::move(*layer));
   } while (result.layers.front().packed_bytes() * result.layers.size() < bytes);

@@ -16,6 +16,9 @@ void random_routing(const MoeSpec& spec, BenchRouting routing, std::mt19937& ran
 std::vector<float> random_logits(const MoeSpec& spec, std::mt19937& random,
                                  const std::vector<std::int32_t>& ids);
 
+/// [E, H] an order of its own for each expert (LayerVectors::input_order).
+std::vector<std::int32_t> random_orders(const MoeSpec& spec);
+
 /// Multiplies and adds of a call, in the mean.
 double flop(const MoeSpec& spec, int tokens);
 /// Sets us_read, us_multiply and us_floor of a row from the rates.
@@ -27,11 +30,9 @@ struct SyntheticLayers {
   MoeSpec spec;
   std::vector<ExpertWeights> layers;
 
-  /// As many layers of a shape, each with memory of its own, as hold `bytes`. dtype, static_scales,
-  /// shared_expert: BenchOptions.
+  /// As many layers of a shape, each with memory of its own, as hold `bytes`.
   static Result<SyntheticLayers> create(const BenchShape& shape, SchemeId scheme, std::uint64_t bytes,
-                                        const Device& device = {}, DType dtype = DType::bf16,
-                                        bool static_scales = false, bool shared_expert = false);
+                                        const Device& device = {}, const BenchLayers& like = {});
 };
 
 /// Calls with the same number of tokens, random routing, and another layer each time.
