@@ -94,8 +94,15 @@ class LayerThread {
     const Ffn& ffn = state_.routed[b_.ids.at(base_)[b_.slot.at(base_)[row]]];
     return {mid ? ffn.down.input_scale : ffn.gate.input_scale, 0};
   }
-  /// Whether one scale is shared by all rows of the call.
+  TensorRange shared_range(bool mid, float amax) const {
+    return {mid ? state_.shared.down.input_scale : state_.shared.gate.input_scale, amax};
+  }
+  /// Whether all rows of the call have one scale, which their numbers give.
   bool per_batch() const { return routed_act_.quantized() && routed_act_.group.n == 0 && !static_in_; }
+  bool shared_per_batch() const {
+    return shared_k_ != 0 && shared_act_.quantized() && shared_act_.group.n == 0 &&
+           !state_.shared.gate.input_scale;
+  }
   /// Slots of this layer's experts (MoeSpec::ep_size), once they are sorted.
   std::int64_t slots_here() const { return b_.offsets.at(base_)[spec_.experts]; }
   /// Rows of the routed input: slots by position with static scales (they differ by expert), else tokens.

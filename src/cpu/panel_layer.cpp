@@ -122,6 +122,11 @@ class PanelThread : LayerThread {
       code_mid(batch_amax(b_.routed_mid.at(base_), slots_here(), spec_.intermediate, mid_k_));
 #pragma omp barrier
     }
+    if (shared_per_batch()) {
+      const float amax = batch_amax(b_.shared_mid.at(base_), tokens_, spec_.shared.intermediate, shared_k_);
+#pragma omp for schedule(static)
+      for (std::int64_t t = 0; t < tokens_; ++t) code_shared_mid(t, amax);
+    }
     down();
     combine();
   }
@@ -187,7 +192,8 @@ class PanelThread : LayerThread {
 
   void code_inputs() {
     const float* hidden = b_.hidden.at(base_);
-    const float amax = per_batch() ? batch_amax(hidden, tokens_, spec_.hidden, hidden_k_) : 0;
+    const float amax =
+        per_batch() || shared_per_batch() ? batch_amax(hidden, tokens_, spec_.hidden, hidden_k_) : 0;
 #pragma omp for schedule(static) nowait
     for (std::int64_t row = 0; row < input_rows(); ++row)
       code(in_.routed_in, routed_range(false, row, amax), hidden + input_token(row) * hidden_k_, spec_.hidden,
@@ -195,7 +201,7 @@ class PanelThread : LayerThread {
     if (shared_k_ == 0) return;
 #pragma omp for schedule(static) nowait
     for (std::int64_t t = 0; t < tokens_; ++t)
-      code(in_.shared_in, {}, hidden + t * hidden_k_, spec_.hidden, t);
+      code(in_.shared_in, shared_range(false, amax), hidden + t * hidden_k_, spec_.hidden, t);
   }
 
   void code_mid(float amax) {
@@ -206,11 +212,14 @@ class PanelThread : LayerThread {
     code(in_.routed_mid_in, routed_range(true, row, amax), b_.routed_mid.at(base_) + row * mid_k_,
          spec_.intermediate, row);
   }
-  /// The intermediate rows of a job whose panels are all done.
+  void code_shared_mid(std::int64_t token, float amax) {
+    code(in_.shared_mid_in, shared_range(true, amax), b_.shared_mid.at(base_) + token * shared_k_,
+         spec_.shared.intermediate, token);
+  }
+  /// The intermediate rows of a job whose panels are all done, unless all rows have one scale.
   void code_mid(const Job& job) {
     for (std::int64_t i = 0; i < job.rows && job.routed && !per_batch(); ++i) code_mid(job.first + i, 0);
-    for (std::int64_t t = 0; t < job.rows && !job.routed; ++t)
-      code(in_.shared_mid_in, {}, job.mid + t * shared_k_, spec_.shared.intermediate, t);
+    for (std::int64_t t = 0; t < job.rows && !job.routed && !shared_per_batch(); ++t) code_shared_mid(t, 0);
   }
 
   PanelMultiply kernel(const PackedMatrix& m, const InputRows& rows) const {

@@ -71,7 +71,8 @@ class LayerRun {
     if (second.bias == nullptr && slots_dtype() != DType::f32) parts_ = plan_.routed.parts(tokens_);
     second.parts = parts_;
     second.steps /= parts_;
-    InputArgs rounding = round_mid(b_.routed, slots_, with_static(), first.out_dtype, kernel);
+    InputArgs rounding =
+        round_mid(b_.routed, slots_, with_static() ? weights_.mid_scales : nullptr, first.out_dtype, kernel);
     const bool are_codes = kernel.rounds || first.static_scales != nullptr;
     if (kernel.finds_amax && !with_static() && rounding.activation.group.n == 0) {
       first.out_amax = rounding.amax = reinterpret_cast<float*>(b_.progress.at(base_) + kProgressAmax);
@@ -324,8 +325,8 @@ class LayerRun {
   }
 
   /// From what gate and up leave, in this type, if it is to be rounded.
-  InputArgs round_mid(const FfnBuffers& ffn, std::int64_t count, bool with_static, DType dtype,
-                      const GemmKernel& down) const {
+  InputArgs round_mid(const FfnBuffers& ffn, std::int64_t count, const TensorScale* static_scales,
+                      DType dtype, const GemmKernel& down) const {
     InputArgs mid = ffn.mid.args(base_, {ffn.mid_sums.at(base_), dtype, count, ffn.intermediate}, count,
                                  down.order(ffn.scheme));
     mid.start_next_early = true;
@@ -337,20 +338,25 @@ class LayerRun {
     } else if (&ffn == &b_.routed) {
       of_slots(mid);
     }
-    if (with_static) mid.static_scales = weights_.mid_scales;
+    mid.static_scales = static_scales;
     return mid;
   }
 
   void run_shared() {
     const FfnBuffers& ffn = b_.shared;
     const GemmKernel kernel = plan_.shared->at(tokens_).kernel();
-    then("round shared inputs", launch_inputs, hidden(ffn, call_.inputs.hidden, tokens_, kernel), stream_);
+    const bool may_be_static = ffn.in.activation.may_be_static();
+    InputArgs in = hidden(ffn, call_.inputs.hidden, tokens_, kernel);
+    if (may_be_static && !codes()) in.static_scales = weights_.shared_input_scale;
+    then("round shared inputs", launch_inputs, in, stream_);
     const GemmArgs first = gemm(ffn, weights_.shared_gate_up, GemmKind::gate_up, kernel);
     then("multiply by the shared gate and up", launch_gemm, kernel, first, nullptr, multiprocessors(),
          stream_);
     if (ffn.mid.activation.quantized() && !kernel.rounds)
       then("round the shared intermediate", launch_inputs,
-           round_mid(ffn, tokens_, false, first.out_dtype, kernel), stream_);
+           round_mid(ffn, tokens_, may_be_static ? weights_.shared_mid_scale : nullptr, first.out_dtype,
+                     kernel),
+           stream_);
     then("multiply by the shared down", launch_gemm, kernel,
          gemm(ffn, weights_.shared_down, GemmKind::down, kernel), nullptr, multiprocessors(), stream_);
   }

@@ -177,14 +177,19 @@ Status DeviceWeights::copy_vectors(const ExpertWeights::State& state) {
       {&v.down_bias, &down_bias},
   };
   const auto padded = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
-  std::vector<TensorScale> scales[2];
+  std::vector<TensorScale> scales[2], shared_scales[2];
   for (const Ffn& ffn : state.routed) {
     if (!state.static_input_scales) break;
     scales[0].push_back(*ffn.gate.input_scale);
     scales[1].push_back(*ffn.down.input_scale);
   }
+  if (state.shared.gate.input_scale) {
+    shared_scales[0].push_back(*state.shared.gate.input_scale);
+    shared_scales[1].push_back(*state.shared.down.input_scale);
+  }
   const std::vector<std::uint16_t> codes_of_router = narrowed(v.router, state.spec.act_dtype);
   std::size_t bytes = 2 * padded(scales[0].size() * sizeof(TensorScale)) +
+                      2 * padded(shared_scales[0].size() * sizeof(TensorScale)) +
                       padded(codes_of_router.size() * sizeof(std::uint16_t)) +
                       padded(v.input_order.size() * sizeof(std::int32_t));
   for (const auto& [values, _] : floats) bytes += padded(values->size() * sizeof(float));
@@ -206,7 +211,9 @@ Status DeviceWeights::copy_vectors(const ExpertWeights::State& state) {
   if (Status status = put(codes_of_router, &router16); !status.ok()) return status;
   if (Status status = put(v.input_order, &input_order); !status.ok()) return status;
   if (Status status = put(scales[0], &input_scales); !status.ok()) return status;
-  return put(scales[1], &mid_scales);
+  if (Status status = put(scales[1], &mid_scales); !status.ok()) return status;
+  if (Status status = put(shared_scales[0], &shared_input_scale); !status.ok()) return status;
+  return put(shared_scales[1], &shared_mid_scale);
 }
 
 std::string DeviceWeights::describe() const {

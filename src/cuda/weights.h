@@ -45,6 +45,7 @@ class DeviceWeights final : public WeightMemory {
   const std::uint16_t* router16 = nullptr;  ///< `router` in the layer's 16-bit type, if it has its numbers
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
   const TensorScale *input_scales = nullptr, *mid_scales = nullptr;
+  const TensorScale *shared_input_scale = nullptr, *shared_mid_scale = nullptr;
 
  private:
   /// Rows of matrices on their way to the device, while the next ones are copied to page-locked memory.

@@ -93,8 +93,8 @@ struct Dense {
 };
 
 /// What down's inputs are rounded from.
-void narrow(const ReferenceInputs& inputs, Doubles& y) {
-  if (!inputs.narrow_intermediate) return;
+void narrow(bool is_narrow, Doubles& y) {
+  if (!is_narrow) return;
   for (double& number : y) number = round_to<formats::bf16>(static_cast<float>(number));
 }
 
@@ -206,7 +206,7 @@ ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
     for (std::int64_t i = 0; i < mid; ++i)
       y[i] = apply(spec.activation, gate[i] + (spec.bias ? v.gate_bias[e * mid + i] : 0),
                    up[i] + (spec.bias ? v.up_bias[e * mid + i] : 0));
-    narrow(inputs, y);
+    narrow(inputs.narrow_intermediate, y);
     if (use_static) reference_round(activation, &*weights.routed[e].down.input_scale, mid, y);
     std::copy(y.begin(), y.end(), &mids[s * mid]);
   }
@@ -225,17 +225,22 @@ ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
     const Dense shared(weights.shared);
     const std::int64_t width = spec.shared.intermediate;
     const Operand operand = effective_activation(spec.shared.scheme, spec, options);
+    // All tokens, for the same reason.
+    const auto round = [&](const QuantizedMatrix& by, std::int64_t k, Doubles& rows) {
+      reference_round(operand, by.input_scale ? &*by.input_scale : nullptr, k, rows);
+    };
+    Doubles x = inputs.hidden, y(static_cast<std::size_t>(tokens * width));
+    round(weights.shared.gate, hidden, x);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      const Doubles gate = multiply(shared.gate, &x[t * hidden], width, hidden);
+      const Doubles up = multiply(shared.up, &x[t * hidden], width, hidden);
+      for (std::int64_t i = 0; i < width; ++i) y[t * width + i] = apply(spec.activation, gate[i], up[i]);
+    }
+    narrow(inputs.narrow_shared, y);
+    round(weights.shared.down, width, y);
     for (std::int64_t t = 0; t < tokens; ++t) {
       const double* raw = &inputs.hidden[t * hidden];
-      Doubles x(raw, raw + hidden);
-      reference_round(operand, nullptr, hidden, x);
-      const Doubles gate = multiply(shared.gate, x.data(), width, hidden);
-      const Doubles up = multiply(shared.up, x.data(), width, hidden);
-      Doubles y(width);
-      for (std::int64_t i = 0; i < width; ++i) y[i] = apply(spec.activation, gate[i], up[i]);
-      narrow(inputs, y);
-      reference_round(operand, nullptr, width, y);
-      const Doubles out = multiply(shared.down, y.data(), hidden, width);
+      const Doubles out = multiply(shared.down, &y[t * width], hidden, width);
       double share = 1;
       if (spec.shared.gated) {
         double dot = 0;

@@ -39,7 +39,8 @@ struct ReferenceInputs {
   std::vector<double> logits = {};
   std::vector<std::int32_t> topk_ids = {};
   std::vector<double> topk_weights = {};
-  bool narrow_intermediate = false;  ///< bf16 before it is rounded to the activation format
+  /// bf16 before it is rounded to the activation format; the shared expert's
+  bool narrow_intermediate = false, narrow_shared = false;
 };
 ReferenceResult reference_moe(const MoeSpec& spec, const PlanOptions& options,
                               const ReferenceWeights& weights, const ReferenceInputs& inputs);

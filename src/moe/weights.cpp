@@ -234,11 +234,15 @@ Result<ExpertWeights> ExpertWeights::pack(const MoeSpec& spec, const Device& dev
       2 * state->layout->bytes(spec.scheme, first.scale_format, spec.intermediate, spec.hidden) +
       state->layout->bytes(spec.scheme, first.scale_format, spec.hidden, spec.intermediate);
   state->static_input_scales = with_static != 0;
-  if (spec.shared.intermediate != 0)
+  if (spec.shared.intermediate != 0) {
     if (Status status = packer.pack(shared_source, "shared", 0, spec.shared.scheme, spec.hidden,
                                     spec.shared.intermediate, state->shared);
         !status.ok())
       return status;
+    if (state->shared.gate.input_scale.has_value() != state->shared.down.input_scale.has_value())
+      return Status(Code::invalid_argument,
+                    "shared expert: some of its matrices have an input scale, some have none");
+  }
   if (Status status = state->memory->finish(*state); !status.ok()) return status;
   return ExpertWeights(std::move(state));
 }

@@ -92,7 +92,7 @@ struct ExpertWeights::State {
   std::size_t expert_bytes = 0;  ///< of one routed expert
   std::vector<Ffn> routed;
   Ffn shared;
-  bool static_input_scales = false;  ///< the checkpoint gives the activation scales
+  bool static_input_scales = false;  ///< the checkpoint gives the activation scales of routed experts
 };
 
 }  // namespace gatefold
