@@ -1,5 +1,6 @@
 """Models of transformers with Gatefold's experts: tiny random ones of every family that uses the interface."""
 import copy
+import inspect
 import json
 import os
 import pathlib
@@ -183,8 +184,9 @@ def fp8_experts(family, fp4=False):
     config = copy.deepcopy(plain.config)
     config._experts_implementation = "gatefold"
     wrapped = use_experts_implementation(type("Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
-    module = wrapped(config, block_size=[128, 128], scale_fmt="ue8m0" if fp4 else "float",
-                     expert_dtype="fp4" if fp4 else "fp8").requires_grad_(False)
+    config.expert_dtype = "fp4" if fp4 else "fp8"  # which newer releases of transformers are given by itself
+    also = {"expert_dtype": config.expert_dtype} if "expert_dtype" in inspect.signature(FP8Experts.__init__).parameters else {}
+    module = wrapped(config, block_size=[128, 128], scale_fmt="ue8m0" if fp4 else "float", **also).requires_grad_(False)
     scheme = "mxfp4" if fp4 else "fp8_block_afp8"
     for name in ("gate_up_proj", "down_proj"):
         for expert, w in enumerate(getattr(plain, name).detach()):
