@@ -318,6 +318,61 @@ TEST(Config, WhichLayersOfQwen2Slide) {
   EXPECT_EQ(good(with(with(config, "use_sliding_window", false), "layer_types", 1)).sliding_window, 0);
 }
 
+TEST(Config, Qwen3Next) {
+  json config = with(qwen2(), "model_type", "qwen3_next");
+  config.erase("norm_topk_prob");
+  config["layer_types"] =
+      json::array({"linear_attention", "full_attention"});  // which only the decoder asks for
+  const MoeSpec moe = good(config).moe;
+  EXPECT_TRUE(moe.routing.renormalize);
+  EXPECT_EQ(moe.shared.intermediate, 96);
+  EXPECT_TRUE(moe.shared.gated);
+  // The text model of Qwen3.5, which has no dense layers, within one that sees.
+  config.erase("intermediate_size");
+  config["model_type"] = "qwen3_5_moe_text";
+  EXPECT_EQ(good({{"model_type", "qwen3_5_moe"}, {"text_config", config}}).moe.shared.intermediate, 96);
+}
+
+TEST(Config, MiniMax) {
+  const json config = with(mixtral(), "model_type", "minimax_m2");
+  const Routing routing = good(config).moe.routing;
+  EXPECT_EQ(routing.score, Score::sigmoid);
+  EXPECT_TRUE(routing.renormalize);
+  EXPECT_TRUE(routing.correction_bias);
+  expect_bad(with(config, "scoring_func", "softmax"), {"scoring_func", "'softmax'"}, Code::unsupported);
+}
+
+TEST(Config, DeepSeekV2) {
+  json config = with(deepseek(), "model_type", "deepseek_v2");
+  config.update(
+      {{"scoring_func", "softmax"}, {"topk_method", "group_limited_greedy"}, {"norm_topk_prob", false}});
+  const Routing routing = good(config).moe.routing;
+  EXPECT_EQ(routing.score, Score::softmax);
+  EXPECT_EQ(routing.groups, 8);
+  EXPECT_EQ(routing.top_groups, 2);
+  EXPECT_EQ(routing.group_score, GroupScore::max);
+  EXPECT_FALSE(routing.renormalize);
+  EXPECT_EQ(routing.scaling_factor, 2.5f);
+  EXPECT_EQ(good(with(without(config, "n_group"), "topk_method", "greedy")).moe.routing.groups, 1);
+  expect_bad(without(config, "n_group"), {"no n_group"});
+  expect_bad(with(config, "scoring_func", "sigmoid"), {"scoring_func", "'sigmoid'"}, Code::unsupported);
+  expect_bad(with(config, "topk_method", "noaux_tc"), {"topk_method", "'noaux_tc'"}, Code::unsupported);
+  expect_bad(with(config, "norm_topk_prob", true), {"norm_topk_prob is true"}, Code::unsupported);
+}
+
+TEST(Config, LayersOfDeepSeekByName) {
+  for (const char* family : {"deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}) {
+    json config = without(with(deepseek(), "model_type", family), "first_k_dense_replace");
+    expect_bad(config, {"no first_k_dense_replace"});
+    config["mlp_layer_types"] = {"dense", "sparse", "dense", "sparse"};
+    EXPECT_EQ(good(config).is_moe, (std::vector<bool>{false, true, false, true}));
+    expect_bad(with(config, "mlp_layer_types", json::array({"dense"})),
+               {"mlp_layer_types has 1", "4 layers"});
+    expect_bad(with(config, "mlp_layer_types", json(4, "moe")), {"mlp_layer_types", "moe"},
+               Code::unsupported);
+  }
+}
+
 TEST(Config, UnknownFamily) {
   expect_bad(with(qwen3(), "model_type", "llama"),
              {"'llama'", "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3"}, Code::unsupported);

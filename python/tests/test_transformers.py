@@ -22,26 +22,36 @@ HERE = str(pathlib.Path(__file__).parent)
 SMALL = dict(vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
              max_position_embeddings=64, head_dim=64)
 SPARSE = dict(SMALL, intermediate_size=128, moe_intermediate_size=128, num_experts=6, num_experts_per_tok=2)
+QWEN3_NEXT = dict(SPARSE, shared_expert_intermediate_size=64, layer_types=["linear_attention", "full_attention"])
+DEEPSEEK = dict(SMALL, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=6, num_experts_per_tok=2,
+                first_k_dense_replace=1, n_group=1, topk_group=1, n_shared_experts=1)
+LATENT = dict(DEEPSEEK, head_dim=None, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64)
+INDEXED = dict(index_n_heads=2, index_head_dim=64, index_topk=16)
 FAMILIES = {
     "qwen2_moe": dict(SPARSE, shared_expert_intermediate_size=128),
     "qwen3_moe": SPARSE,
     "mixtral": dict(SMALL, intermediate_size=128, num_local_experts=6, num_experts_per_tok=2),
     "olmoe": dict(SMALL, intermediate_size=128, num_experts=6, num_experts_per_tok=2),
     "gpt_oss": dict(SMALL, intermediate_size=128, num_local_experts=6, num_experts_per_tok=2),
-    "glm4_moe": dict(SMALL, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=6,
-                     num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1, n_shared_experts=1),
-    "deepseek_v3": dict(SMALL, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=6,
-                        num_experts_per_tok=2, first_k_dense_replace=1, n_group=2, topk_group=1, n_shared_experts=1,
-                        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64),
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_moe_text": QWEN3_NEXT,
+    "minimax_m2": dict(SMALL, intermediate_size=128, num_local_experts=6, num_experts_per_tok=2),
+    "glm4_moe": DEEPSEEK,
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": dict(LATENT, **INDEXED),
+    "deepseek_v2": dict(LATENT, n_group=2, topk_method="group_limited_greedy", routed_scaling_factor=2.0),
+    "deepseek_v3": dict(LATENT, n_group=2),
+    "deepseek_v32": dict(LATENT, n_group=2, **INDEXED),
 }
 
 
 def tiny(family, dtype=torch.float32):
     """Weights that bf16 holds exactly, so that only the order of sums differs."""
     torch.manual_seed(0)
-    sizes = dict(FAMILIES[family], pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    if family == "deepseek_v3":
-        del sizes["head_dim"]
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    sizes = {name: size for name, size in FAMILIES[family].items() if size is not None}
+    sizes.update(pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config = transformers.AutoConfig.for_model(family, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     for parameter in model.parameters():  # some are zero or empty at first
@@ -82,6 +92,27 @@ def test_families(family):
     assert 0 < relative(actual, expected) <= 1e-5 or torch.equal(actual, expected)
     assert any(hasattr(module, "_gatefold_handle") for module in model.modules())
     assert torch.equal(model.generate(IDS, **GENERATE), eager)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_checkpoints(family, tmp_path):
+    """What a layer's config and tensors say: routing, shared expert, activation."""
+    model = tiny(family)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(bias, std=0.1).copy_(bias.bfloat16())
+    copy.deepcopy(model).bfloat16().save_pretrained(tmp_path)
+    blocks = {name: block for name, block in model.named_modules() if hasattr(getattr(block, "experts", None), "gate_up_proj")}
+    for name, block in blocks.items():
+        layer = int(name.split("layers.")[1].split(".")[0])
+        x = torch.randn(1, 9, 128).bfloat16().float()
+        with torch.no_grad():
+            y = block(x)
+        expected = (y[0] if isinstance(y, tuple) else y).reshape(9, 128)
+        experts = gatefold.load_experts(str(tmp_path), layer=layer, precision="f32")
+        actual = gatefold.MoePlan.create(experts, max_tokens=9, precision="f32").run(x[0].numpy())
+        assert relative(torch.from_numpy(actual).double(), expected.double()) <= 1e-6
+    assert blocks
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,11 +10,11 @@
 namespace gatefold {
 namespace {
 
-void read_qwen_moe(Fields& fields, ModelConfig& config) {
+void read_qwen_moe(Fields& fields, ModelConfig& config, bool renormalize = false) {
   MoeSpec& moe = config.moe;
   moe.experts = fields.integer({"num_experts", "num_local_experts"}, {1, max_experts});
   moe.intermediate = fields.integer({"moe_intermediate_size"}, {1, max_size});
-  moe.routing.renormalize = fields.boolean({"norm_topk_prob"}, false);
+  moe.routing.renormalize = fields.boolean({"norm_topk_prob"}, renormalize);
   if (!fields.boolean({"use_sliding_window"}, false)) config.sliding_window = 0;
 
   const int step = fields.integer({"decoder_sparse_step"}, {1, max_size}, 1);
@@ -49,12 +49,22 @@ void read_layer_types(Fields& fields, ModelConfig& config) {
   }
 }
 
+void read_gated_shared_expert(Fields& fields, MoeSpec& moe) {
+  moe.shared.intermediate = fields.integer({"shared_expert_intermediate_size"}, {0, max_size});
+  moe.shared.gated = true;
+}
+
 void read_qwen2_moe(Fields& fields, ModelConfig& config) {
   read_qwen_moe(fields, config);
   if (config.sliding_window > 0) read_layer_types(fields, config);
   config.attention_bias = fields.boolean({"qkv_bias"}, true);
-  config.moe.shared.intermediate = fields.integer({"shared_expert_intermediate_size"}, {0, max_size});
-  config.moe.shared.gated = true;
+  read_gated_shared_expert(fields, config.moe);
+}
+
+/// Qwen3-Next and Qwen3.5.
+void read_qwen3_next(Fields& fields, ModelConfig& config) {
+  read_qwen_moe(fields, config, true);
+  read_gated_shared_expert(fields, config.moe);
 }
 
 void read_qwen3_moe(Fields& fields, ModelConfig& config) {
@@ -68,6 +78,14 @@ void read_mixtral(Fields& fields, ModelConfig& config) {
   config.is_moe.assign(config.is_moe.size(), true);
 }
 
+void read_minimax_m2(Fields& fields, ModelConfig& config) {
+  read_mixtral(fields, config);
+  const std::string score = fields.text({"scoring_func"}, "sigmoid");
+  if (score != "sigmoid")
+    fields.fail(fmt::format("scoring_func is {}; sigmoid is known", quote(score)), Code::unsupported);
+  config.moe.routing = {.score = Score::sigmoid, .renormalize = true, .correction_bias = true};
+}
+
 void read_olmoe(Fields& fields, ModelConfig& config) {
   config.moe.experts = fields.integer({"num_experts", "num_local_experts"}, {1, max_experts});
   config.moe.intermediate = config.dense_intermediate;
@@ -75,10 +93,73 @@ void read_olmoe(Fields& fields, ModelConfig& config) {
   config.is_moe.assign(config.is_moe.size(), true);
 }
 
-void read_deepseek_v3(Fields& fields, ModelConfig& config) {
+/// Which layers are MoE: each is named, or they follow so many dense ones.
+void read_deepseek_layers(Fields& fields, ModelConfig& config) {
+  const nlohmann::json* types = fields.array({"mlp_layer_types"});
+  if (types == nullptr) {
+    const int first = fields.integer({"first_k_dense_replace"}, {0, max_size});
+    const int frequency = fields.integer({"moe_layer_freq"}, {1, max_size}, 1);
+    for (int layer = 0; layer < config.layers; ++layer)
+      config.is_moe[layer] = layer >= first && layer % frequency == 0;
+    return;
+  }
+  if (types->size() != config.is_moe.size())
+    return fields.fail(
+        fmt::format("mlp_layer_types has {} entries; there are {} layers", types->size(), config.layers));
+  for (int layer = 0; layer < config.layers; ++layer) {
+    const nlohmann::json& type = (*types)[static_cast<std::size_t>(layer)];
+    config.is_moe[layer] = type == "sparse";
+    if (!config.is_moe[layer] && type != "dense")
+      return fields.fail(fmt::format("mlp_layer_types holds {}; known: dense, sparse", show_json(type)),
+                         Code::unsupported);
+  }
+}
+
+/// What DeepSeek-V2 and later have in common, but for how experts are chosen.
+void read_deepseek(Fields& fields, ModelConfig& config) {
   MoeSpec& moe = config.moe;
   moe.experts = fields.integer({"n_routed_experts", "num_local_experts"}, {1, max_experts});
   moe.intermediate = fields.integer({"moe_intermediate_size"}, {1, max_size});
+  const int shared = fields.integer({"n_shared_experts"}, {0, max_experts}, 0);
+  const std::int64_t width = std::int64_t{shared} * moe.intermediate;
+  if (width > max_size)
+    fields.fail(fmt::format("n_shared_experts {} times moe_intermediate_size {} is more than {}", shared,
+                            moe.intermediate, max_size));
+  else
+    moe.shared.intermediate = static_cast<int>(width);
+  read_deepseek_layers(fields, config);
+
+  // Multi-head latent attention: the size of one query or key.
+  if (fields.has("qk_nope_head_dim"))
+    config.head_dim = fields.integer({"qk_nope_head_dim"}, {1, max_size / 2}) +
+                      fields.integer({"qk_rope_head_dim"}, {1, max_size / 2});
+}
+
+/// By softmax, of the groups with the best experts, or of all.
+void read_deepseek_v2(Fields& fields, ModelConfig& config) {
+  read_deepseek(fields, config);
+  const std::string score = fields.text({"scoring_func"}, "softmax");
+  if (score != "softmax")
+    fields.fail(fmt::format("scoring_func is {}; softmax is known", quote(score)), Code::unsupported);
+  const std::string method = fields.text({"topk_method"}, "greedy");
+  const bool in_groups = method == "group_limited_greedy";
+  if (!in_groups && method != "greedy")
+    fields.fail(fmt::format("topk_method is {}; greedy and group_limited_greedy are known", quote(method)),
+                Code::unsupported);
+  // Of which implementations differ: the scaling factor applies besides, or does not.
+  if (fields.boolean({"norm_topk_prob"}, false))
+    fields.fail("norm_topk_prob is true; false is known", Code::unsupported);
+  config.moe.routing = {
+      .renormalize = false,
+      .groups = in_groups ? fields.integer({"n_group"}, {1, max_experts}) : 1,
+      .top_groups = in_groups ? fields.integer({"topk_group"}, {1, max_experts}) : 1,
+      .group_score = GroupScore::max,
+      .scaling_factor = static_cast<float>(fields.real({"routed_scaling_factor"}, {1e-6, 1e6}, 1.0))};
+}
+
+void read_deepseek_v3(Fields& fields, ModelConfig& config) {
+  read_deepseek(fields, config);
+  MoeSpec& moe = config.moe;
   const std::string score = fields.text({"scoring_func"}, "sigmoid");
   if (score != "sigmoid")
     fields.fail(fmt::format("scoring_func is {}; sigmoid is known", quote(score)), Code::unsupported);
@@ -93,24 +174,6 @@ void read_deepseek_v3(Fields& fields, ModelConfig& config) {
                  .correction_bias = true,
                  .scaling_factor = static_cast<float>(fields.real({"routed_scaling_factor"}, {1e-6, 1e6})),
                  .epsilon = 1e-20f};
-
-  const int shared = fields.integer({"n_shared_experts"}, {0, max_experts}, 0);
-  const std::int64_t width = std::int64_t{shared} * moe.intermediate;
-  if (width > max_size)
-    fields.fail(fmt::format("n_shared_experts {} times moe_intermediate_size {} is more than {}", shared,
-                            moe.intermediate, max_size));
-  else
-    moe.shared.intermediate = static_cast<int>(width);
-
-  const int first = fields.integer({"first_k_dense_replace"}, {0, max_size});
-  const int frequency = fields.integer({"moe_layer_freq"}, {1, max_size}, 1);
-  for (int layer = 0; layer < config.layers; ++layer)
-    config.is_moe[layer] = layer >= first && layer % frequency == 0;
-
-  // Multi-head latent attention: the size of one query or key.
-  if (fields.has("qk_nope_head_dim"))
-    config.head_dim = fields.integer({"qk_nope_head_dim"}, {1, max_size / 2}) +
-                      fields.integer({"qk_rope_head_dim"}, {1, max_size / 2});
 }
 
 /// DeepSeek-V4: experts are scored by the square root of softplus; the first layers choose them by token.
@@ -175,6 +238,21 @@ constexpr Family mixtral_family() {
   return mixtral;
 }
 
+constexpr Family minimax_m2_family() {
+  Family m2 = mixtral_family();
+  m2.model_type = "minimax_m2";
+  m2.correction_bias = "e_score_correction_bias";
+  m2.read = read_minimax_m2;
+  return m2;
+}
+
+/// The text model of Qwen3.5: its layers have experts alone.
+constexpr Family qwen3_5_family() {
+  Family text = family("qwen3_5_moe_text", "shared_expert", read_qwen3_next);
+  text.has_dense = false;
+  return text;
+}
+
 constexpr Family deepseek_v4_family() {
   Family v4 = mixtral_family();
   v4.model_type = "deepseek_v4";
@@ -196,11 +274,18 @@ constexpr Family gpt_oss_family() {
 constexpr Family table[] = {
     family("qwen3_moe", "", read_qwen3_moe),
     family("qwen2_moe", "shared_expert", read_qwen2_moe),
+    family("qwen3_next", "shared_expert", read_qwen3_next),
+    qwen3_5_family(),
     mixtral_family(),
+    minimax_m2_family(),
     family("olmoe", "", read_olmoe),
+    family("deepseek_v2", "shared_experts", read_deepseek_v2),
     family("deepseek_v3", "shared_experts", read_deepseek_v3),
+    family("deepseek_v32", "shared_experts", read_deepseek_v3),
     family("kimi_k2", "shared_experts", read_deepseek_v3),
     family("glm4_moe", "shared_experts", read_deepseek_v3),
+    family("glm4_moe_lite", "shared_experts", read_deepseek_v3),
+    family("glm_moe_dsa", "shared_experts", read_deepseek_v3),
     deepseek_v4_family(),
     gpt_oss_family(),
 };
