@@ -102,8 +102,7 @@ class GpuMoe : public GpuTest {
     double off = error();
     // Warpgroups leave bf16 that become codes of 8 bits by scales of rows.
     const Operand activation = effective_activation(spec.scheme, spec, options);
-    inputs.narrow_intermediate = inputs.narrow_shared =
-        activation.value.bits == 8 && activation.group.k == 0;
+    inputs.narrow_intermediate = inputs.narrow_shared = activation.value.bits == 8 && activation.group.k == 0;
     if (off > allowed && inputs.narrow_intermediate) off = error();
     EXPECT_LE(off, allowed) << tokens << " tokens, pattern " << static_cast<int>(pattern);
     EXPECT_EQ(run(layer, options, weights, x, routed), out) << "another run, other bits";
