@@ -2,6 +2,7 @@
 // loops.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 
 #include "convention_kinds.h"
@@ -82,16 +83,22 @@ TEST_P(Conventions, LayerIsThat) {
 
   constexpr std::int64_t tokens = 3;
   const auto hidden = static_cast<std::size_t>(spec.hidden);
-  std::vector<float> in(tokens * hidden), out(in.size());
+  std::vector<float> in(tokens * hidden);
   for (std::size_t i = 0; i < in.size(); ++i) in[i] = std::sin(static_cast<float>(i));
-  const std::int32_t ids[tokens] = {1, 0, 1};
+  std::array<std::int32_t, tokens> ids = {1, 0, 1};
   const float weights[tokens] = {1.0f, 0.5f, 0.25f};
-  std::vector<std::byte> workspace(plan->workspace_bytes());
-  const Status status = plan->run(
-      *experts,
-      {.hidden = {in.data(), DType::f32, tokens, spec.hidden}, .topk_ids = ids, .topk_weights = weights},
-      {.hidden = {out.data(), DType::f32, tokens, spec.hidden}}, workspace);
-  ASSERT_TRUE(status.ok()) << status.message();
+  const auto run = [&](const MoePlan& by, const ExpertWeights& of) {
+    std::vector<float> out(in.size());
+    std::vector<std::byte> workspace(by.workspace_bytes());
+    const Status status = by.run(of,
+                                 {.hidden = {in.data(), DType::f32, tokens, spec.hidden},
+                                  .topk_ids = ids.data(),
+                                  .topk_weights = weights},
+                                 {.hidden = {out.data(), DType::f32, tokens, spec.hidden}}, workspace);
+    EXPECT_TRUE(status.ok()) << status.message();
+    return out;
+  };
+  const std::vector<float> out = run(*plan, *experts);
   double error = 0, norm = 0;
   for (std::size_t t = 0; t < tokens; ++t) {
     const auto expected = plain_expert(files, spec, ids[t], in.data() + t * hidden);
@@ -101,6 +108,31 @@ TEST_P(Conventions, LayerIsThat) {
     }
   }
   EXPECT_LE(std::sqrt(error / norm), 1e-5);
+
+  // By parts of one expert each: of a token only one has something.
+  std::vector<float> sums(out.size());
+  for (int rank = 0; rank < ConventionWriter::kExperts; ++rank) {
+    const auto part =
+        load_experts(*checkpoint, {.plan = options, .ep_size = ConventionWriter::kExperts, .ep_rank = rank});
+    ASSERT_TRUE(part) << part.status().message();
+    const auto of_part = MoePlan::create(part->spec(), options);
+    ASSERT_TRUE(of_part) << of_part.status().message();
+    const std::vector<float> some = run(*of_part, *part);
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += some[i];
+    for (std::int32_t& id : ids) --id;  // as the next part has them
+  }
+  EXPECT_EQ(sums, out);
+}
+
+TEST(Parts, ThatThereAreNot) {
+  const TemporaryDirectory directory;
+  make_checkpoint("gptq-sym-g128").write(directory.path());
+  const auto checkpoint = Checkpoint::open(directory.path());
+  ASSERT_TRUE(checkpoint) << checkpoint.status().message();
+  for (const auto& [size, rank] : {std::pair{3, 0}, {0, 0}, {-1, 0}, {2, 2}, {2, -1}})
+    EXPECT_EQ(load_experts(*checkpoint, {.ep_size = size, .ep_rank = rank}).status().message(),
+              "ep_rank " + std::to_string(rank) + ", ep_size " + std::to_string(size) +
+                  ": 2 experts have no such part");
 }
 
 /// AutoAWQ's two files spell the version in two ways, and have other names for the rest.

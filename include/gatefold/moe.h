@@ -168,10 +168,15 @@ struct LoadOptions {
   PlanOptions plan;                            ///< what the weights will be run with: ExpertWeights::pack
   std::optional<SchemeId> shared_scheme = {};  ///< the same of the shared expert
   bool shared_expert = true;                   ///< false: the layer computes its routed experts alone
+  /// Only the experts of part ep_rank of ep_size equal ones (MoeSpec::ep_size), e of which is the
+  /// checkpoint's expert ep_rank * spec.experts + e, without the router: calls give ids and weights. (Where
+  /// the parts' results are added up, one of them has the shared expert.)
+  int ep_size = 1, ep_rank = 0;
 };
-/// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then. Where a
-/// checkpoint's columns are ordered (QuantizedMatrix::input_order), those of `down` are followed by the rows
-/// of gate and up, and those of gate and up become LayerVectors::input_order.
+/// One layer of a checkpoint. The same bits as converting first (checkpoint.h) and loading then. Errors:
+/// those of ExpertWeights::pack and of the files, each with its tensor; parts that experts do not divide
+/// into. Where a checkpoint's columns are ordered (QuantizedMatrix::input_order), those of `down` are
+/// followed by the rows of gate and up, and those of gate and up become LayerVectors::input_order.
 Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptions& options);
 
 /// Pointers are to row-major arrays of the plan's device. tokens = hidden.rows.

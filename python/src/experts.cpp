@@ -186,7 +186,8 @@ std::shared_ptr<Layer> pack_from(const MoeSpec& spec, nb::callable source, Vecto
 }
 
 std::shared_ptr<Layer> load(const std::string& directory, int layer, const std::optional<std::string>& scheme,
-                            PackOptions pack_options, bool scale_search, bool shared_expert) {
+                            PackOptions pack_options, bool scale_search, bool shared_expert, int ep_size,
+                            int ep_rank) {
   LoadOptions options;
   options.layer = layer;
   if (scheme) options.scheme = to_scheme(*scheme);
@@ -194,6 +195,8 @@ std::shared_ptr<Layer> load(const std::string& directory, int layer, const std::
   options.quantize.scale_search = scale_search;
   options.plan = pack_options.plan();
   options.shared_expert = shared_expert;
+  options.ep_size = ep_size;
+  options.ep_rank = ep_rank;
   use_threads();
   const nb::gil_scoped_release release;
   const auto checkpoint = value(Checkpoint::open(directory));
@@ -276,17 +279,20 @@ void add_weights(nb::module_& m) {
       "load_experts",
       [](const std::string& directory, int layer, std::optional<std::string> scheme,
          const std::string& device, const std::string& precision, bool weights_only, bool batch_invariant,
-         bool fast_accumulation, bool scale_search, bool shared_expert) {
+         bool fast_accumulation, bool scale_search, bool shared_expert, int ep_size, int ep_rank) {
         return load(directory, layer, scheme,
                     {device, precision, weights_only, batch_invariant, fast_accumulation}, scale_search,
-                    shared_expert);
+                    shared_expert, ep_size, ep_rank);
       },
       "directory"_a, "layer"_a, "scheme"_a = nb::none(), nb::kw_only(), "device"_a = "cpu",
       "precision"_a = "native", "weights_only"_a = false, "batch_invariant"_a = false,
-      "fast_accumulation"_a = false, "scale_search"_a = false, "shared_expert"_a = true,
+      "fast_accumulation"_a = false, "scale_search"_a = false, "shared_expert"_a = true, "ep_size"_a = 1,
+      "ep_rank"_a = 0,
       "One layer of a Hugging Face checkpoint, router and (unless told otherwise) shared expert included; "
-      "quantized on load if the checkpoint is not. scheme None: as stored. Raises BadFile, IoError, "
-      "Unsupported, InvalidArgument.");
+      "quantized on load if the checkpoint is not. scheme None: as stored. ep_size, ep_rank: only the "
+      "experts "
+      "of one of so many equal parts (MoeSpec), without the router: calls give topk_ids and topk_weights. "
+      "Raises BadFile, IoError, Unsupported, InvalidArgument.");
 }
 
 }  // namespace

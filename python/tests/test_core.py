@@ -79,6 +79,22 @@ def test_parts_of_the_experts_add_up():
         pack(slice(None), ep_size=0)
 
 
+def test_parts_of_a_checkpoint_add_up():
+    def run(**part):
+        experts = gatefold.load_experts(TINY, layer=1, scheme="int4_g64", precision="f32", **part)
+        own = ids - part.get("ep_rank", 0) * experts.spec.experts
+        return gatefold.MoePlan.create(experts, max_tokens=5, precision="f32").run(x, own, topk_weights)
+
+    spec = gatefold.load_experts(TINY, layer=1).spec
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(5, spec.hidden)).astype(np.float32)
+    ids = np.array([rng.permutation(spec.experts)[:spec.top_k] for _ in range(5)], np.int32)
+    topk_weights = rng.random(ids.shape).astype(np.float32)
+    np.testing.assert_allclose(sum(run(ep_size=2, ep_rank=rank) for rank in range(2)), run(), atol=1e-5)
+    with pytest.raises(gatefold.InvalidArgument, match="ep_rank 2, ep_size 2"):
+        run(ep_size=2, ep_rank=2)
+
+
 def test_biases_activation_and_router():
     gate_up, down = weights()
     rng = np.random.default_rng(5)

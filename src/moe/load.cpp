@@ -36,10 +36,8 @@ Status read_optional(const Checkpoint& checkpoint, const TensorEntry* entry, std
   return {};
 }
 
-Result<LayerVectors> read_vectors(const Checkpoint& checkpoint, const MoeSpec& spec, int layer) {
-  LayerVectors vectors;
+Status read_router(const Checkpoint& checkpoint, const MoeSpec& spec, int layer, LayerVectors& vectors) {
   const auto experts = static_cast<std::size_t>(spec.experts), hidden = static_cast<std::size_t>(spec.hidden);
-  if (checkpoint.chooses_by_token(layer)) return vectors;
   Result<TensorView> router = checkpoint.router(layer);
   if (!router) return router.status();
   vectors.router.resize(experts * hidden);
@@ -48,17 +46,22 @@ Result<LayerVectors> read_vectors(const Checkpoint& checkpoint, const MoeSpec& s
   if (Status status = read_optional(checkpoint, checkpoint.router_bias(layer), experts, vectors.router_bias);
       !status.ok())
     return status;
-  if (spec.routing.correction_bias) {
-    const TensorEntry* bias = checkpoint.router_correction_bias(layer);
-    if (bias == nullptr)
-      return Status(Code::bad_file, fmt::format("layer {}: the router's correction bias is missing", layer));
-    if (Status status = read_optional(checkpoint, bias, experts, vectors.correction_bias); !status.ok())
-      return status;
-  }
+  if (!spec.routing.correction_bias) return {};
+  const TensorEntry* bias = checkpoint.router_correction_bias(layer);
+  if (bias == nullptr)
+    return {Code::bad_file, fmt::format("layer {}: the router's correction bias is missing", layer)};
+  return read_optional(checkpoint, bias, experts, vectors.correction_bias);
+}
+
+Result<LayerVectors> read_vectors(const Checkpoint& checkpoint, const MoeSpec& spec, int layer,
+                                  bool with_router) {
+  LayerVectors vectors;
+  if (with_router)
+    if (Status status = read_router(checkpoint, spec, layer, vectors); !status.ok()) return status;
   if (spec.shared.gated) {
     Result<TensorView> gate = checkpoint.shared_expert_gate(layer);
     if (!gate) return gate.status();
-    vectors.shared_gate.resize(hidden);
+    vectors.shared_gate.resize(static_cast<std::size_t>(spec.hidden));
     row_kernels().widen(gate->dtype, gate->data, 0, spec.hidden, vectors.shared_gate.data());
   }
   return vectors;
@@ -97,23 +100,29 @@ std::string oddity(const QuantizedMatrix& matrix) {
   return fmt::format("weights of up to {:.2g}: is a scale meant the other way round?", most);
 }
 
-/// The orders in which a layer's matrices take their inputs (act-order).
+/// Experts [first, first + count) of a layer.
+struct Part {
+  int first, count;
+};
+
+/// The orders in which the matrices of a part's experts take their inputs (act-order).
 class InputOrders {
  public:
-  InputOrders(const Checkpoint& checkpoint, int layer) : checkpoint_(checkpoint), layer_(layer) {}
+  InputOrders(const Checkpoint& checkpoint, int layer, Part part)
+      : checkpoint_(checkpoint), layer_(layer), part_(part) {}
 
-  /// Those of all experts' gate and up, [E, H]; empty if none has one. Error: gate and up of an expert
+  /// Those of all its experts' gate and up, [E, H]; empty if none has one. Error: gate and up of an expert
   /// differ.
-  Result<std::vector<std::int32_t>> of_layer() const {
+  Result<std::vector<std::int32_t>> of_part() const {
     const MoeSpec& moe = checkpoint_.config().moe;
     std::vector<std::int32_t> all;
-    for (int expert = 0; expert < moe.experts; ++expert) {
+    for (int expert = 0; expert < part_.count; ++expert) {
       const auto gate = of(expert, Projection::gate), up = of(expert, Projection::up);
       if (!gate) return gate.status();
       if (!up) return up.status();
       if (*gate != *up)
         return with_place({Code::unsupported, "gate_proj and up_proj take their inputs in different orders"},
-                          layer_, expert, Projection::gate);
+                          layer_, part_.first + expert, Projection::gate);
       if (gate->empty() && all.empty()) continue;
       for (std::size_t i = all.size();
            i < static_cast<std::size_t>(expert) * static_cast<std::size_t>(moe.hidden); ++i)
@@ -124,12 +133,13 @@ class InputOrders {
     return all;
   }
   Result<std::vector<std::int32_t>> of(int expert, Projection projection) const {
-    return checkpoint_.input_order(layer_, expert, projection);
+    return checkpoint_.input_order(layer_, part_.first + expert, projection);
   }
 
  private:
   const Checkpoint& checkpoint_;
   int layer_;
+  Part part_;
 };
 
 /// What `down` wants its inputs ordered like, gate and up deliver.
@@ -142,22 +152,23 @@ Status follow_down(const InputOrders& orders, int expert, Projection projection,
   return {};
 }
 
-Status read_biases(const Checkpoint& checkpoint, const InputOrders& orders, int layer,
+Status read_biases(const Checkpoint& checkpoint, const InputOrders& orders, int layer, Part part,
                    LayerVectors& vectors) {
+  const MoeSpec& moe = checkpoint.config().moe;
   std::vector<float>* all[] = {&vectors.gate_bias, &vectors.up_bias, &vectors.down_bias};
   for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
     auto biases = checkpoint.expert_biases(layer, projection);
     if (!biases) return biases.status();
     std::vector<float>& mine = *all[static_cast<std::size_t>(projection)];
-    mine = *biases;
-    const auto width = static_cast<std::size_t>(checkpoint.config().moe.intermediate);
-    for (int expert = 0; projection != Projection::down && expert < checkpoint.config().moe.experts;
-         ++expert) {
+    const std::int64_t width = projection == Projection::down ? moe.hidden : moe.intermediate;
+    const auto begin = biases->begin() + part.first * width;
+    mine.assign(begin, begin + part.count * width);
+    for (int expert = 0; projection != Projection::down && expert < part.count; ++expert) {
       const auto order = orders.of(expert, Projection::down);
       if (!order) return order.status();
-      const std::size_t first = static_cast<std::size_t>(expert) * width;
+      const auto first = static_cast<std::ptrdiff_t>(expert * width);
       for (std::size_t j = 0; j < order->size(); ++j)
-        mine[first + j] = (*biases)[first + static_cast<std::size_t>((*order)[j])];
+        mine[static_cast<std::size_t>(first) + j] = begin[first + (*order)[j]];
     }
   }
   return {};
@@ -176,11 +187,20 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
   Result<SchemeId> stored = checkpoint.stored_scheme(layer);
   if (!stored) return stored.status();
 
+  if (options.ep_size < 1 || config.moe.experts % options.ep_size != 0 || options.ep_rank < 0 ||
+      options.ep_rank >= options.ep_size)
+    return Status(Code::invalid_argument, fmt::format("ep_rank {}, ep_size {}: {} experts have no such part",
+                                                      options.ep_rank, options.ep_size, config.moe.experts));
+
   MoeSpec spec = config.moe;
+  spec.ep_size = options.ep_size;
+  spec.experts /= spec.ep_size;
+  const Part part{options.ep_rank * spec.experts, spec.experts};
   spec.scheme = options.scheme.value_or(*stored);
   if (!options.shared_expert) spec.shared = {};
   // Where the caller gives the experts, no scores choose them.
-  if (checkpoint.chooses_by_token(layer)) spec.routing.correction_bias = false;
+  const bool routes = !checkpoint.chooses_by_token(layer) && spec.ep_size == 1;
+  if (!routes) spec.routing.correction_bias = false;
   if (options.device.kind == Device::Kind::cuda) spec.activation_rule = ScaleRule::standard;
   if (spec.shared.intermediate != 0) {
     const auto shared = checkpoint.shared_scheme(layer);
@@ -188,26 +208,27 @@ Result<ExpertWeights> load_experts(const Checkpoint& checkpoint, const LoadOptio
     if (scheme(*shared).weight.quantized()) spec.shared.scheme = *shared;
     if (options.shared_scheme) spec.shared.scheme = *options.shared_scheme;
   }
-  Result<LayerVectors> vectors = read_vectors(checkpoint, spec, layer);
+  Result<LayerVectors> vectors = read_vectors(checkpoint, spec, layer, routes);
   if (!vectors) return vectors.status();
-  const InputOrders orders(checkpoint, layer);
-  auto order = orders.of_layer();
+  const InputOrders orders(checkpoint, layer, part);
+  auto order = orders.of_part();
   if (!order) return order.status();
   vectors->input_order = std::move(*order);
   spec.ordered_inputs = !vectors->input_order.empty();
   if (spec.bias)
-    if (Status status = read_biases(checkpoint, orders, layer, *vectors); !status.ok()) return status;
+    if (Status status = read_biases(checkpoint, orders, layer, part, *vectors); !status.ok()) return status;
 
   std::vector<std::string> warnings;
   const ExpertSource routed = [&](int expert, Projection projection) -> Result<QuantizedMatrix> {
-    const auto amax = fused_amax(checkpoint, spec.scheme, layer, expert, projection);
-    if (!amax) return with_place(amax.status(), layer, expert, projection);
+    const int of_all = part.first + expert;
+    const auto amax = fused_amax(checkpoint, spec.scheme, layer, of_all, projection);
+    if (!amax) return with_place(amax.status(), layer, of_all, projection);
     QuantizeOptions quantize_options = options.quantize;
     quantize_options.tensor_amax = *amax;
-    auto matrix = to_scheme(checkpoint.expert(layer, expert, projection), spec.scheme, quantize_options);
-    if (!matrix) return with_place(matrix.status(), layer, expert, projection);
+    auto matrix = to_scheme(checkpoint.expert(layer, of_all, projection), spec.scheme, quantize_options);
+    if (!matrix) return with_place(matrix.status(), layer, of_all, projection);
     if (std::string why = oddity(*matrix); !why.empty() && warnings.empty())
-      warnings.push_back(with_place({Code::bad_file, std::move(why)}, layer, expert, projection).message());
+      warnings.push_back(with_place({Code::bad_file, std::move(why)}, layer, of_all, projection).message());
     if (Status status = follow_down(orders, expert, projection, *matrix); !status.ok()) return status;
     return matrix;
   };
