@@ -36,6 +36,8 @@ FAMILIES = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_moe_text": QWEN3_NEXT,
     "minimax_m2": dict(SMALL, intermediate_size=128, num_local_experts=6, num_experts_per_tok=2),
+    "ernie4_5_moe": dict(SMALL, intermediate_size=128, moe_intermediate_size=128, moe_num_experts=6, moe_k=2,
+                         moe_num_shared_experts=2, moe_layer_start_index=1),
     "glm4_moe": DEEPSEEK,
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": dict(LATENT, **INDEXED),
@@ -98,9 +100,9 @@ def test_families(family):
 def test_layers_of_checkpoints(family, tmp_path):
     """What a layer's config and tensors say: routing, shared expert, activation."""
     model = tiny(family)
-    for name, bias in model.named_buffers():
+    for name, bias in [*model.named_buffers(), *model.named_parameters()]:
         if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(bias, std=0.1).copy_(bias.bfloat16())
+            torch.nn.init.normal_(bias.detach(), std=0.1).copy_(bias.bfloat16())
     copy.deepcopy(model).bfloat16().save_pretrained(tmp_path)
     blocks = {name: block for name, block in model.named_modules() if hasattr(getattr(block, "experts", None), "gate_up_proj")}
     for name, block in blocks.items():

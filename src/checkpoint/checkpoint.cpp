@@ -194,7 +194,9 @@ Status Checkpoint::State::scan_block(int layer) const {
   };
   Status status = check(names.router(layer) + ".weight", {moe.experts, moe.hidden});
   if (status.ok()) status = check(names.router(layer) + ".bias", {moe.experts});
-  if (status.ok()) status = check(names.correction_bias(layer), {moe.experts});
+  const TensorEntry* bias = source.find(names.correction_bias(layer));
+  if (status.ok() && bias != nullptr)  // ERNIE has a row of them
+    status = bias->shape.size() == 2 ? check(bias->name, {1, moe.experts}) : check(bias->name, {moe.experts});
   if (status.ok() && moe.shared.gated)
     status = check(names.shared_expert_gate(layer) + ".weight", {1, moe.hidden});
   return status;

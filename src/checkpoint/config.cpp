@@ -172,7 +172,7 @@ Result<ParsedConfig> parse_config(std::string_view text, const std::string& file
   config.rope = read_rope(fields, config);
 
   config.moe.hidden = config.hidden;
-  config.moe.top_k = fields.integer({"num_experts_per_tok", "experts_per_token"}, {1, max_experts});
+  config.moe.top_k = fields.integer({"num_experts_per_tok", "experts_per_token", "moe_k"}, {1, max_experts});
   config.moe.activation = read_activation(fields);
   config.is_moe.assign(static_cast<std::size_t>(config.layers), false);
   config.slides.assign(config.is_moe.size(), true);

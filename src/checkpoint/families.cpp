@@ -115,18 +115,23 @@ void read_deepseek_layers(Fields& fields, ModelConfig& config) {
   }
 }
 
+/// So many shared experts, which are one of their joint width.
+void read_shared_experts(Fields& fields, std::string_view key, MoeSpec& moe) {
+  const int shared = fields.integer({key}, {0, max_experts}, 0);
+  const std::int64_t width = std::int64_t{shared} * moe.intermediate;
+  if (width > max_size)
+    fields.fail(fmt::format("{} {} times moe_intermediate_size {} is more than {}", key, shared,
+                            moe.intermediate, max_size));
+  else
+    moe.shared.intermediate = static_cast<int>(width);
+}
+
 /// What DeepSeek-V2 and later have in common, but for how experts are chosen.
 void read_deepseek(Fields& fields, ModelConfig& config) {
   MoeSpec& moe = config.moe;
   moe.experts = fields.integer({"n_routed_experts", "num_local_experts"}, {1, max_experts});
   moe.intermediate = fields.integer({"moe_intermediate_size"}, {1, max_size});
-  const int shared = fields.integer({"n_shared_experts"}, {0, max_experts}, 0);
-  const std::int64_t width = std::int64_t{shared} * moe.intermediate;
-  if (width > max_size)
-    fields.fail(fmt::format("n_shared_experts {} times moe_intermediate_size {} is more than {}", shared,
-                            moe.intermediate, max_size));
-  else
-    moe.shared.intermediate = static_cast<int>(width);
+  read_shared_experts(fields, "n_shared_experts", moe);
   read_deepseek_layers(fields, config);
 
   // Multi-head latent attention: the size of one query or key.
@@ -194,13 +199,22 @@ void read_deepseek_v4(Fields& fields, ModelConfig& config) {
       .scaling_factor = static_cast<float>(fields.real({"routed_scaling_factor"}, {1e-6, 1e6}, 1.0)),
       .epsilon = 1e-20f};
   moe.activation.limit = static_cast<float>(fields.real({"swiglu_limit"}, {1e-6, 1e6}, 10.0));
-  const std::int64_t width =
-      std::int64_t{fields.integer({"n_shared_experts"}, {0, max_experts}, 0)} * moe.intermediate;
-  if (width > max_size)
-    fields.fail(fmt::format("n_shared_experts times moe_intermediate_size is more than {}", max_size));
-  else
-    moe.shared.intermediate = static_cast<int>(width);
+  read_shared_experts(fields, "n_shared_experts", moe);
   config.is_moe.assign(config.is_moe.size(), true);
+}
+
+/// ERNIE 4.5: scores of softmax, chosen by them and a correction bias.
+void read_ernie(Fields& fields, ModelConfig& config) {
+  MoeSpec& moe = config.moe;
+  moe.experts = fields.integer({"moe_num_experts"}, {1, max_experts});
+  moe.intermediate = fields.integer({"moe_intermediate_size"}, {1, max_size});
+  moe.routing = {.renormalize = true, .correction_bias = true};
+  read_shared_experts(fields, "moe_num_shared_experts", moe);
+  const int first = fields.integer({"moe_layer_start_index"}, {0, max_size}, 0),
+            last = fields.integer({"moe_layer_end_index"}, {-1, max_size}, -1),
+            interval = fields.integer({"moe_layer_interval"}, {1, max_size}, 1);
+  for (int layer = 0; layer < config.layers; ++layer)
+    config.is_moe[layer] = layer >= first && (last < 0 || layer <= last) && (layer + 1) % interval == 0;
 }
 
 void read_gpt_oss(Fields& fields, ModelConfig& config) {
@@ -246,6 +260,12 @@ constexpr Family minimax_m2_family() {
   return m2;
 }
 
+constexpr Family ernie_family() {
+  Family ernie = family("ernie4_5_moe", "shared_experts", read_ernie);
+  ernie.correction_bias = "moe_statics.e_score_correction_bias";
+  return ernie;
+}
+
 /// The text model of Qwen3.5: its layers have experts alone.
 constexpr Family qwen3_5_family() {
   Family text = family("qwen3_5_moe_text", "shared_expert", read_qwen3_next);
@@ -287,6 +307,7 @@ constexpr Family table[] = {
     family("glm4_moe_lite", "shared_experts", read_deepseek_v3),
     family("glm_moe_dsa", "shared_experts", read_deepseek_v3),
     deepseek_v4_family(),
+    ernie_family(),
     gpt_oss_family(),
 };
 
