@@ -479,6 +479,13 @@ TEST(CheckpointTensors, SharedExpert) {
   expect_bad(model.open(), Code::bad_file, {shared + "_gate.weight", "[8]", "[1, 8]"});
 }
 
+TEST(CheckpointTensors, CorrectionBiasInARow) {
+  Model model("ernie4_5_moe");
+  model.config.update({{"moe_num_experts", 2}, {"moe_k", 1}, {"moe_layer_start_index", 1}});
+  model.add("model.layers.1.mlp.moe_statics.e_score_correction_bias", "F32", {1, 2});
+  EXPECT_NE(model.open_good().router_correction_bias(1), nullptr);
+}
+
 TEST(CheckpointTensors, FusedExperts) {
   Model both;
   both.add("model.layers.1.mlp.experts.down_proj", "BF16", {2, 8, 4});
