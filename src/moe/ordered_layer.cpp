@@ -112,8 +112,9 @@ Status OrderedLayer::run(const MoeCall& call) const {
   route(call, ids, weights);
 
   const std::int32_t* orders = call.weights.vectors.input_order.data();
-  float* row = out;  // not yet in use
+#pragma omp parallel for schedule(static) if (tokens > 16) num_threads(call.options.threads)
   for (std::int64_t t = 0; t < tokens; ++t) {
+    float* row = out + t * top_k * h;  // not yet in use
     row_kernels().widen(call.inputs.hidden.dtype, call.inputs.hidden.data, t * h, h, row);
     for (std::int64_t slot = t * top_k; slot < (t + 1) * top_k; ++slot) {
       const bool is_here = ids[slot] >= 0 && ids[slot] < call.spec.experts;  // in this part
@@ -130,6 +131,7 @@ Status OrderedLayer::run(const MoeCall& call) const {
   if (has_shared)
     if (Status shared = run_shared(call, floats(shared_out_)); !shared.ok()) return shared;
 
+#pragma omp parallel for schedule(static) if (tokens > 16) num_threads(call.options.threads)
   for (std::int64_t t = 0; t < tokens; ++t) {
     float* sum = out + t * top_k * h;  // the token's first slot
     for (std::int64_t slot = t * top_k + 1; slot < (t + 1) * top_k; ++slot)
