@@ -144,6 +144,13 @@ inline double step_of(const Operand& activation) {
   return activation.value.is_integer() ? 1.0 / 32 : std::exp2(-activation.value.mantissa_bits);
 }
 
+/// tolerance() holds for many intermediate values. Of a few, those of so many slots, one that rounds to the
+/// other side may be far above their mean: 4 times their root mean square.
+inline double one_flip(const MoeSpec& spec, const PlanOptions& options, std::int64_t slots) {
+  const double step = step_of(effective_activation(spec.scheme, spec, options));
+  return 4 * step / 2 / std::sqrt(static_cast<double>(slots) * spec.intermediate);
+}
+
 /// Error that f32 sums and one more rounding of the intermediate may make. u: relative error of a sum of k
 /// terms of random sign. A value within u of a rounding boundary of the activation format may fall on the
 /// other side, which happens to a share u / step of the values and moves each by step. Where activations are

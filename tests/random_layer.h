@@ -200,14 +200,12 @@ class RandomLayer {
     return reference_moe(spec_, options_, expected_, inputs).hidden;
   }
 
-  /// tolerance() holds for many intermediate values. Of a few, one that rounds to the other side may be far
-  /// above their mean: 4 times their root mean square. Slots and their sum are rounded to the results' type.
+  /// Slots and their sum are rounded to the results' type.
   double allowed_of(const MoeSpec& spec, const ErrorOfSums& of_sums) const {
     const double step = step_of(effective_activation(spec.scheme, spec, options_)),
                  u = of_sums(spec, options_);
     const auto there = std::count_if(ids_.begin(), ids_.end(), [&](int id) { return is_here(id); });
-    const double a_flip =
-        2 * step / std::sqrt(static_cast<double>(std::max<std::int64_t>(there, 1)) * spec.intermediate);
+    const double a_flip = one_flip(spec, options_, std::max<std::int64_t>(there, 1));
     const double of_results = out_ == DType::f32 ? 0 : out_ == DType::bf16 ? 0x1p-8 : 0x1p-11;
     return 1.25 * (tolerance(spec, options_) + a_flip + 2 * (u + std::sqrt(u * step)) + of_results);
   }
