@@ -290,9 +290,8 @@ void add_weights(nb::module_& m) {
       "ep_rank"_a = 0,
       "One layer of a Hugging Face checkpoint, router and (unless told otherwise) shared expert included; "
       "quantized on load if the checkpoint is not. scheme None: as stored. ep_size, ep_rank: only the "
-      "experts "
-      "of one of so many equal parts (MoeSpec), without the router: calls give topk_ids and topk_weights. "
-      "Raises BadFile, IoError, Unsupported, InvalidArgument.");
+      "experts of one of so many equal parts (MoeSpec), without the router: calls give topk_ids and "
+      "topk_weights. Raises BadFile, IoError, Unsupported, InvalidArgument.");
 }
 
 }  // namespace
