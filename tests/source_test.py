@@ -1,4 +1,5 @@
 """What the compiler does not check about the source tree: source_test.py SOURCE_DIR"""
+import os
 import pathlib
 import re
 import sys
@@ -54,6 +55,11 @@ class SourceTest(unittest.TestCase):
                 if not re.match(places, name):
                     with self.subTest(file=name, pattern=pattern):
                         self.assertNotRegex(code, pattern)
+
+    def test_scripts_can_be_executed(self):
+        for path in (SOURCE / "scripts").iterdir():
+            with self.subTest(file=path.name):
+                self.assertTrue(os.access(path, os.X_OK))
 
     def test_files_are_short(self):
         for path in FILES:
